@@ -1,0 +1,1 @@
+"""Targets: what is judged, behind one protocol (`protocol`), one file per adapter."""
