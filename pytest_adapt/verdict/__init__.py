@@ -1,0 +1,1 @@
+"""Verdicts: budgets, certified positions and choices, localisation, statuses and the ladder."""

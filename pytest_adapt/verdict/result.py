@@ -1,0 +1,130 @@
+"""The result model: what a comparison measured, what a case came to, and the rungs of the ladder.
+
+Values between the stages of a run are these small dataclasses; every report is written from them.
+Standard library only, and every field survives ``dataclasses.asdict`` as plain JSON (they travel from
+xdist workers to the controller that way).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+__all__ = ["RUNGS", "CaseResult", "Divergence", "Measurement", "Status"]
+
+
+class Status(StrEnum):
+    """What a case came to. The pytest outcome of each is in the design notes and in `status.outcome`."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    ERROR = "error"
+    XFAIL = "xfail"
+    WAIVED = "waived"
+    UNSUPPORTED = "unsupported"
+    UNKNOWN = "unknown"
+    UNCHECKED = "unchecked"
+    INCONCLUSIVE = "inconclusive"
+    DEFERRED = "deferred"
+    BLOCKED = "blocked"
+    STALE = "stale"
+    MISMATCH = "mismatch"
+    NEW = "new"
+    GONE = "gone"
+
+
+RUNGS: tuple[str, ...] = (
+    "loads",
+    "correct",
+    "consistent",
+    "layouts",
+    "precision",
+    "long_context",
+    "stress",
+    "performance",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number against one budget."""
+
+    metric: str
+    """logprob.rms, logprob.max, cosine, kl, token_match, site.rms, site.max, prompt_tokens, ..."""
+    value: float
+    budget: float
+    ok: bool
+    observable: str = ""
+    """Which observable answered: taps, logits, score, topk, text."""
+    prompt: str = ""
+    position: int | None = None
+    """Token position of the worst value."""
+    site: str = ""
+    """Full site name, where the metric belongs to one."""
+    compared: int = 0
+    """How many values were compared; 0 is never a pass."""
+    detail: str = ""
+    """One line for the reader: got, expected, certificate."""
+
+    @property
+    def use(self) -> float:
+        """Share of the budget used (1.0 is the limit); inf where the budget is 0 and the value is not."""
+        if self.budget:
+            return self.value / self.budget
+        return 0.0 if not self.value else float("inf")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a target left the reference, in logical coordinates."""
+
+    site: str
+    position: int
+    got: str
+    expected: str
+    error: float
+    budget: float
+    prompt: str = ""
+    layer: int | None = None
+    step: str = ""
+    """prefill or decode, where it matters."""
+    expert: int | None = None
+    rank: int | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        where = [self.site, f"position {self.position}"]
+        if self.expert is not None:
+            where.append(f"expert {self.expert}")
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        if self.step:
+            where.append(self.step)
+        line = f"{', '.join(where)}: got {self.got}, expected {self.expected} (error {self.error:.3g}, budget {self.budget:.3g})"
+        return f"{line}; {self.note}" if self.note else line
+
+
+@dataclass
+class CaseResult:
+    """One item of the run."""
+
+    case: str
+    """Case id: the same from a checkout, a wheel, and under xdist. Never a node id."""
+    status: Status
+    suite: str
+    rung: str
+    required: bool = True
+    model: str = ""
+    layout: str = ""
+    precision: str = ""
+    context: int = 0
+    observable: str = ""
+    reason: str = ""
+    """Why it was not a plain pass; one line."""
+    measurements: list[Measurement] = field(default_factory=list)
+    divergence: Divergence | None = None
+    requirements: tuple[int, ...] = ()
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    nodeid: str = ""
+    """Only to print a command that repeats the case; never a key."""
