@@ -1,0 +1,64 @@
+"""Promise: one sequence has one answer, whatever path it takes through the engine. Needs no golden."""
+
+import pytest
+
+SHOWN = ("logits", "score", "topk", "text")
+
+
+@pytest.mark.requirement(82)
+@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+def test_decode_equals_prefill(target, model, precision, reference, judge):
+    """Rows produced while generating equal the rows of one teacher-forced pass over the same tokens."""
+    for name, tokens in model.prompts(64).items():
+        generated = target.generate(tokens, 16, want=SHOWN)
+        whole = tokens + generated.tokens[:-1]
+        judge.agree(f"{name}: decode against prefill", generated, target.score(whole), reference.record(name, whole))
+
+
+@pytest.mark.requirement(75, 114)
+@pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefill_chunk": (0, 1, 7, 16)})
+def test_chunked_prefill_equals_one_shot(target, model, precision, reference, judge):
+    """The same prompt in one piece and in chunks that do not divide it."""
+    for name, tokens in model.prompts(96).items():
+        record = reference.record(name, tokens)
+        one_shot = target.score(tokens)
+        for chunk in (1, 7, 16):
+            chunked = target.with_features(prefill_chunk=chunk).score(tokens)
+            judge.agree(f"{name}: chunks of {chunk} against one shot", chunked, one_shot, record)
+
+
+@pytest.mark.requirement(114)
+@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+def test_a_batch_equals_each_request_alone(target, model, precision, reference, judge):
+    """Neighbours, batch size and order change no answer."""
+    prompts = model.prompts(96)
+    alone = {name: target.score(tokens) for name, tokens in prompts.items()}
+    for order in (list(prompts), list(reversed(prompts))):
+        together = target.score_all({name: prompts[name] for name in order})
+        for name in order:
+            judge.agree(
+                f"{name}: in a batch against alone", together[name], alone[name], reference.record(name, prompts[name])
+            )
+
+
+@pytest.mark.requirement(69)
+@pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefix_cache": (0, 1)})
+def test_a_prefix_hit_equals_a_cold_start(target, model, precision, reference, judge):
+    """Sent four times: a block stored under a wrong key shows at the second or third."""
+    cached = target.with_features(prefix_cache=1)
+    for name, tokens in model.prompts(96).items():
+        record = reference.record(name, tokens)
+        cold = target.score(tokens)
+        for attempt in range(1, 5):
+            warm = cached.generate(tokens, 1)
+            judge.agree(f"{name}: prefix hit {attempt} against cold", warm, cold, record)
+
+
+@pytest.mark.requirement(98)
+@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+def test_repeated_requests_agree(target, model, precision, reference, judge):
+    for name, tokens in model.prompts(64).items():
+        record = reference.record(name, tokens)
+        first = target.score(tokens)
+        for attempt in range(2, 5):
+            judge.agree(f"{name}: attempt {attempt} against the first", target.score(tokens), first, record)

@@ -1,0 +1,30 @@
+"""Promise: the same request gives the same bits, run after run and after a restart."""
+
+import pytest
+
+
+@pytest.mark.requirement(98)
+@pytest.mark.adapt(rung="consistent", needs=("logits",))
+def test_a_repeated_run_is_bit_equal(target, model, precision, judge):
+    for name, tokens in model.prompts(64).items():
+        first = target.generate(tokens, 8, want=("logits",))
+        for attempt in range(2, 4):
+            judge.identical(f"{name}: attempt {attempt}", target.generate(tokens, 8, want=("logits",)), first)
+
+
+@pytest.mark.requirement(98)
+@pytest.mark.adapt(rung="consistent", needs=("text",))
+def test_a_repeated_run_gives_the_same_tokens(target, model, precision, judge):
+    for name, tokens in model.prompts(64).items():
+        first = target.generate(tokens, 16, want=("text",))
+        for attempt in range(2, 4):
+            judge.identical(f"{name}: attempt {attempt}", target.generate(tokens, 16, want=("text",)), first)
+
+
+@pytest.mark.requirement(98)
+@pytest.mark.adapt(rung="consistent", needs=("logits",))
+def test_a_restart_gives_the_same_bits(target, model, precision, judge):
+    before = {name: target.generate(tokens, 8, want=("logits",)) for name, tokens in model.prompts(64).items()}
+    target.restart()
+    for name, tokens in model.prompts(64).items():
+        judge.identical(f"{name}: after a restart", target.generate(tokens, 8, want=("logits",)), before[name])
