@@ -1,0 +1,36 @@
+"""``python -m pytest_adapt COMMAND ...``: the commands beside pytest itself, each imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "inspect": ("pytest_adapt.inspect.cli", "what config.json alone says: structure, parameters, memory per card"),
+    "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
+    "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: python -m pytest_adapt COMMAND ...", ""]
+    lines += [f"  {name:9}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join([*lines, "", "Each command has its own --help. The suites run with: pytest --adapt-target=..."])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 a finding, 2 wrong usage."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(f"unknown command {arguments[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[arguments[0]]
+    result = importlib.import_module(module).main(list(arguments[1:]))
+    return int(result or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
