@@ -1,0 +1,199 @@
+"""The reference forward pass: a whole sequence at once, no cache, no batch, no sharding.
+
+x = embed(tokens)
+for each layer:  x = x + attention(norm(x));  x = x + feed_forward_or_mixture(norm(x))
+logits = head(norm(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..sites import UNRECORDED, layer_of, site
+from . import blocks, routing
+from .checkpoint import Checkpoint
+from .errors import OracleError
+from .numerics import Numerics
+from .rounding import Rounding
+from .spec import Latent, MixtureSpec, ModelSpec
+
+__all__ = ["Oracle", "Trace"]
+
+_IDS = "moe.router.ids"
+
+
+@dataclass
+class Trace:
+    """What one run showed. Row t belongs to token t unless ``rows`` was given (logits only)."""
+
+    tokens: tuple[int, ...]
+    logits: np.ndarray
+    """float64 [rows, V]."""
+    sites: dict[str, np.ndarray] = field(default_factory=dict)
+    """Recorded values that the run went on with; float64, or float32 under an emulation (int64 for ids)."""
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    """For each forced site, and the ids of each replayed layer: what the run itself computed there."""
+    ids: dict[int, np.ndarray] = field(default_factory=dict)
+    """Layer -> int64 [T, k]: expert ids, ascending, that the run went on with."""
+    selection: dict[int, np.ndarray] = field(default_factory=dict)
+    """Layer -> [T, E]: scores that top-k looked at."""
+    margins: dict[int, np.ndarray] = field(default_factory=dict)
+    """Layer -> float64 [T]: margin of the run's own choice (`routing.choose`)."""
+    replayed: dict[int, np.ndarray] = field(default_factory=dict)
+    """Layer -> certificates (row, margin, illegal) of rows where given ids differ from the run's own."""
+
+
+class Oracle:
+    """The reference model of one checkpoint directory. Weights are mapped, and converted when used.
+
+    Raises OracleError when config.json asks for something that the oracle does not compute.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.checkpoint = Checkpoint(directory)
+        self.spec = ModelSpec.from_config(self.checkpoint.config)
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        *,
+        rounding: Rounding | None = None,
+        record: tuple[str, ...] = (),
+        forced: Mapping[str, np.ndarray] | None = None,
+        replay: Mapping[int, np.ndarray] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Trace:
+        """Run the model on a token sequence.
+
+        rounding: an emulation; None computes in float64. record: shell patterns of sites to keep.
+        forced: full site name -> another's value for all T rows (logits: the asked rows); the run keeps its own
+        value in ``Trace.own`` and goes on with the given one, so own minus given is the error of one operation.
+        replay: layer -> expert ids [T, k], forces just these. rows: rows of which logits are wanted.
+        Raises OracleError for tokens outside the vocabulary, sites that do not occur, and shapes that do not fit.
+        """
+        ids = np.asarray(tokens, np.int64)
+        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= self.spec.vocab:
+            raise OracleError(f"tokens: expected a non-empty list of ids in 0..{self.spec.vocab - 1}")
+        for pattern in record:
+            if layer_of(pattern)[1] in UNRECORDED:
+                raise OracleError(f"record {pattern}: scores and probs pass in row blocks; record attn.context instead")
+        given = {**(forced or {}), **{site(layer, _IDS): chosen for layer, chosen in (replay or {}).items()}}
+        for name in given:
+            if layer_of(name)[1] in UNRECORDED:
+                raise OracleError(f"forced {name}: scores and probs pass in row blocks; force attn.context instead")
+        trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
+        run = _Run(self.spec, Numerics(self.checkpoint, self.spec.architecture, rounding, record, given), given, trace)
+        run.forward(ids, None if rows is None else np.asarray(rows, np.int64))
+        unused = sorted(set(given) - set(trace.own))
+        if unused:
+            raise OracleError(
+                f"forced {unused[0]}: no such site in {self.spec.architecture} of {self.checkpoint.directory}"
+            )
+        return trace
+
+
+class _Run:
+    """One forward pass: the model's wiring over `blocks` and `routing`."""
+
+    def __init__(self, spec: ModelSpec, n: Numerics, given: Mapping[str, np.ndarray], trace: Trace) -> None:
+        self.spec = spec
+        self.n = n
+        self.given = given
+        self.trace = trace
+
+    def forward(self, tokens: np.ndarray, rows: np.ndarray | None) -> None:
+        n, spec = self.n, self.spec
+        tables = blocks.rotary_tables(n, spec.rope, np.arange(len(tokens)))
+        x = n.site("embed", n.parameter("model.embed_tokens.weight")[tokens])
+        for layer in range(len(spec.layers)):
+            x = self.layer(layer, x, tables)
+        x = blocks.rms_norm(n, "final.norm", x, "model.norm.weight", spec.norm_eps)
+        if rows is not None:
+            if len(rows) and not (0 <= rows.min() and rows.max() < len(tokens)):
+                raise OracleError(f"rows: expected rows of 0..{len(tokens) - 1}")
+            x = x[rows]
+        head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+        self.trace.logits = n.site("logits", n.linear(x, head)).astype(np.float64)
+        self.trace.sites, self.trace.own = n.sites, n.own
+
+    def layer(self, layer: int, x: np.ndarray, tables: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        n, spec = self.n, self.spec
+        weights, attn = f"model.layers.{layer}", site(layer, "attn")
+        window = spec.layers[layer].window
+        y = blocks.rms_norm(n, f"{attn}.norm", x, f"{weights}.input_layernorm.weight", spec.norm_eps)
+        inside = f"{weights}.self_attn"
+        if isinstance(spec.attention, Latent):
+            y = blocks.latent_attention(n, attn, inside, y, spec.attention, tables, spec.rope.interleaved, window)
+        else:
+            y = blocks.grouped_query_attention(n, attn, inside, y, spec.attention, tables, window, spec.norm_eps)
+        x = n.site(f"{attn}.residual", x + y)
+
+        ffn = site(layer, "ffn")
+        y = blocks.rms_norm(n, f"{ffn}.norm", x, f"{weights}.post_attention_layernorm.weight", spec.norm_eps)
+        if spec.mixture is not None and spec.layers[layer].mixture:
+            y = self.mixture(layer, y, spec.mixture)
+        else:
+            y = blocks.feed_forward(n, n.site, ffn, f"{weights}.mlp", y, spec.mlp_bias)
+        return n.site(site(layer, "residual"), x + n.site(f"{ffn}.out", y))
+
+    def mixture(self, layer: int, x: np.ndarray, mixture: MixtureSpec) -> np.ndarray:
+        """Routed experts, plus the shared one: the feed-forward part of a mixture layer."""
+        n, moe, inside = self.n, site(layer, "moe"), self._mixture_weights(layer)
+        ids, weights = self.route(layer, x, mixture, f"{moe}.router", f"{inside}.gate")
+        down = self.experts(f"{moe}.experts", f"{inside}.experts", x, ids, mixture.intermediate)
+        weighted = n.inner(f"{moe}.experts.weighted", down * weights[..., None])
+        routed = np.zeros_like(x)
+        for place in range(ids.shape[1]):
+            routed = n.inner(f"{moe}.routed.partial", routed + weighted[:, place])
+        y = n.site(f"{moe}.routed", routed)
+        if mixture.shared:
+            shared = blocks.feed_forward(n, n.inner, f"{moe}.shared", f"{inside}.shared_experts", x, bias=False)
+            y = y + n.site(f"{moe}.shared", shared)
+        return y
+
+    def route(
+        self, layer: int, x: np.ndarray, mixture: MixtureSpec, name: str, gate: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Expert ids and combine weights [T, k] of each row; fills the trace's routing fields."""
+        n, router = self.n, mixture.router
+        logits = n.site(f"{name}.logits", n.linear(x, f"{gate}.weight"))
+        scores = n.site(f"{name}.scores", routing.scores_of(n, router, logits))
+        biased = scores + n.parameter(f"{gate}.e_score_correction_bias") if router.selection_bias else scores
+        selection = n.site(f"{name}.selection", biased)
+        choice = routing.choose(router, selection)
+        ids, given = choice.ids, self.given.get(f"{name}.ids")
+        if given is not None:
+            ids = routing.check_ids(router, f"{name}.ids", given, len(x))
+            self.trace.replayed[layer] = routing.judge_replay(router, selection, choice.ids, ids)
+        n.chosen(f"{name}.ids", choice.ids, ids)
+        self.trace.ids[layer], self.trace.margins[layer] = ids, choice.margin
+        self.trace.selection[layer] = selection
+        return ids, n.site(f"{name}.weights", routing.weights_of(n, router, scores, ids))
+
+    def experts(self, name: str, inside: str, x: np.ndarray, ids: np.ndarray, width: int) -> np.ndarray:
+        """SwiGLU of each chosen expert, [T, k, h], computed expert by expert."""
+        n = self.n
+        gate_name, up_name, down_name = self._expert_projections()
+        gate, up = np.empty((*ids.shape, width), n.dtype), np.empty((*ids.shape, width), n.dtype)
+        places = {int(expert): np.nonzero(ids == expert) for expert in np.unique(ids)}
+        for expert, (row, place) in places.items():
+            gate[row, place] = n.linear(x[row], f"{inside}.{expert}.{gate_name}.weight")
+            up[row, place] = n.linear(x[row], f"{inside}.{expert}.{up_name}.weight")
+        gate, up = n.site(f"{name}.gate", gate), n.site(f"{name}.up", up)
+        act = n.site(f"{name}.act", n.inner(f"{name}.silu", blocks.silu(gate)) * up)
+        down = np.empty((*ids.shape, x.shape[1]), n.dtype)
+        for expert, (row, place) in places.items():
+            down[row, place] = n.linear(act[row, place], f"{inside}.{expert}.{down_name}.weight")
+        return n.site(f"{name}.down", down)
+
+    def _mixture_weights(self, layer: int) -> str:
+        part = "block_sparse_moe" if self.spec.architecture == "MixtralForCausalLM" else "mlp"
+        return f"model.layers.{layer}.{part}"
+
+    def _expert_projections(self) -> tuple[str, str, str]:
+        mixtral = self.spec.architecture == "MixtralForCausalLM"
+        return ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")

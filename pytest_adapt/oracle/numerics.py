@@ -1,0 +1,124 @@
+"""The arithmetic that blocks are written in: named values, sums and products, exact or emulated.
+
+Exact: float64, BLAS products, named values pass unchanged. Emulated: float32, named values are rounded as the
+table says (`rounding`), and for fp32 sums run term by term. Blocks are written once against this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..sites import UNRECORDED, layer_of, matches
+from .checkpoint import Checkpoint
+from .errors import OracleError
+from .rounding import Rounding
+
+__all__ = ["Numerics"]
+
+# Elements of one accumulator: with its products it stays in a core's second-level cache.
+_BLOCK = 1 << 15
+
+
+class Numerics:
+    """One run's arithmetic and its record of named values.
+
+    ``sites`` gets values whose full name matches a pattern of ``record``. A name in ``forced`` stores the run's
+    own value in ``own`` and goes on with the given one, so that an error never travels past a forced site.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        architecture: str,
+        rounding: Rounding | None = None,
+        record: tuple[str, ...] = (),
+        forced: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._architecture = architecture
+        self._rounding = rounding
+        self._record = record
+        self._forced = forced or {}
+        self.dtype = np.dtype(np.float64 if rounding is None else np.float32)
+        self.sites: dict[str, np.ndarray] = {}
+        self.own: dict[str, np.ndarray] = {}
+
+    def site(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Pass a value of the public vocabulary: round, compare notes, go on (see the class)."""
+        x = self.inner(name, x)
+        if name in self._forced:
+            self.own[name] = x
+            x = self._given(name, x)
+        if matches(name, self._record) and layer_of(name)[1] not in UNRECORDED:
+            self.sites[name] = x
+        return x
+
+    def chosen(self, name: str, own: np.ndarray, used: np.ndarray) -> None:
+        """Note an integer choice: the run's own where the name is forced, and the one that it goes on with."""
+        if name in self._forced:
+            self.own[name] = own
+        if matches(name, self._record):
+            self.sites[name] = used
+
+    def inner(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Pass a value that engines materialise but that is not in the public vocabulary: round it."""
+        return x if self._rounding is None else self._rounding.apply(name, x, self._architecture)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """A weight in the precision of the deployment."""
+        return self.inner(f"parameter.{name}", self._checkpoint.tensor(name).astype(self.dtype, copy=False))
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Batched matrix product [..., m, K] x [..., K, n]; leading dimensions are equal."""
+        if self._rounding is None or not self._rounding.sequential:
+            product: np.ndarray = a @ b
+            return product
+        batch, (m, n) = a.shape[:-2], (a.shape[-2], b.shape[-1])
+        out = np.empty((*batch, m, n), np.float32)
+        width = max(1, _BLOCK // max(m, 1))
+        for index in np.ndindex(batch):
+            left = np.ascontiguousarray(a[index].T)
+            for start in range(0, n, width):
+                _rank_one_sum(left, np.ascontiguousarray(b[index][:, start : start + width]), out[index], start)
+        return out
+
+    def linear(self, x: np.ndarray, weight: str, bias: str | None = None) -> np.ndarray:
+        """x [T, in] times the transposed weight [out, in], plus bias [out]."""
+        y = self.matmul(x, self.parameter(weight).T)
+        return y if bias is None else y + self.parameter(bias)
+
+    def total(self, x: np.ndarray) -> np.ndarray:
+        """Sum over the last axis, kept as an axis of 1."""
+        if self._rounding is None or not self._rounding.sequential:
+            total: np.ndarray = x.sum(axis=-1, keepdims=True)
+            return total
+        # Over the first axis of a C-contiguous array NumPy adds whole rows, one after the other.
+        columns = np.ascontiguousarray(np.moveaxis(x, -1, 0)).reshape(x.shape[-1], -1)
+        return _ordered_sum(columns).reshape(*x.shape[:-1], 1)
+
+    def _given(self, name: str, own: np.ndarray) -> np.ndarray:
+        given = np.asarray(self._forced[name])
+        if given.shape != own.shape:
+            raise OracleError(
+                f"forced {name}: shape {given.shape}, but this run's value has {own.shape}; pass all rows"
+            )
+        return given.astype(self.dtype)
+
+
+def _rank_one_sum(left: np.ndarray, right: np.ndarray, out: np.ndarray, start: int) -> None:
+    """out[:, start:] = sum over k of left[k] (outer) right[k], each product and each sum rounded to float32."""
+    block = np.zeros((left.shape[1], right.shape[1]), np.float32)
+    product = np.empty_like(block)
+    for k in range(left.shape[0]):
+        np.multiply(left[k][:, None], right[k], out=product)
+        np.add(block, product, out=block)
+    out[:, start : start + right.shape[1]] = block
+
+
+def _ordered_sum(rows: np.ndarray) -> np.ndarray:
+    total = np.zeros(rows.shape[1], rows.dtype)
+    for row in rows:
+        np.add(total, row, out=total)
+    return total
