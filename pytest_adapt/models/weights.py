@@ -23,7 +23,8 @@ __all__ = ["TensorSpec", "draw", "tensors"]
 
 _SCORE_STD = 1.7
 _LOGIT_STD = 3.0
-_ROUTER_STD = 1.6
+# Softmax scores err in proportion to their size, so a flat router keeps margins wide beside the largest error.
+_ROUTER_STD = {"softmax": 1.0, "sigmoid": 1.6}
 _NORM_RMS = 1.04  # of |w| uniform in [0.5, 1.5]
 _ACT_RMS = 0.75  # of silu(g) * u for g, u of standard deviation 1.2
 
@@ -175,7 +176,7 @@ def _feed_forward(entry: ModelEntry, layer: int, stream: float) -> Iterator[Tens
 
 
 def _experts(at: str, c: Any, count: int, out: float, selection_bias: float | None = None) -> Iterator[TensorSpec]:
-    yield from _router(f"{at}.gate", count, c["hidden_size"])
+    yield from _router(f"{at}.gate", count, c["hidden_size"], c.get("scoring_func", "softmax"))
     if selection_bias is not None:
         yield TensorSpec(f"{at}.gate.e_score_correction_bias", (count,), 0.12, "selection", selection_bias)
     for expert in range(count):
@@ -183,8 +184,8 @@ def _experts(at: str, c: Any, count: int, out: float, selection_bias: float | No
         yield from _swiglu(f"{at}.experts.{expert}", _GATED, c, c["moe_intermediate_size"], size)
 
 
-def _router(name: str, count: int, hidden: int) -> Iterator[TensorSpec]:
-    yield from _linear(name, count, hidden, _ROUTER_STD, into=_NORM_RMS)
+def _router(name: str, count: int, hidden: int, score: str = "softmax") -> Iterator[TensorSpec]:
+    yield from _linear(name, count, hidden, _ROUTER_STD[score], into=_NORM_RMS)
 
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
