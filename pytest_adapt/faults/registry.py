@@ -1,0 +1,87 @@
+"""What a fault is, and the list of all of them.
+
+A fault wraps a seam that the target has anyway (an operation of the kernel registry, the weight loader, the KV
+cache); the target's code knows nothing of faults and pays nothing while none is installed. A wrapper receives
+the original callable and returns its replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Fault", "Operation", "Seams", "UnknownFault", "catalogue", "get"]
+
+Operation = Callable[..., Any]
+
+
+class Seams(Protocol):
+    """What a target must offer (as its ``seams`` attribute) so that faults can be put into it."""
+
+    def wrap(self, seam: str, wrapper: Callable[[Operation], Operation]) -> None:
+        """Replace ``seam`` by ``wrapper(original)`` in every deployment opened from now on, until ``restore``.
+
+        Seams are the target's own names: an operation ("rms_norm"), a method of its loader ("loader.read") or of
+        its KV cache ("kv.gather"). Raises KeyError for a seam that it does not have.
+        """
+        ...
+
+    def restore(self) -> None:
+        """Put every original back."""
+        ...
+
+    def layer(self) -> int | None:
+        """The layer being computed at this moment; None outside the layers."""
+        ...
+
+
+class UnknownFault(ValueError):
+    """No fault has this id; the message lists those that exist."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injectable fault.
+
+    ``models`` are conformance models on which the fault is in contract and not equivalent to the original;
+    ``site`` is where the first divergence belongs (without its layer), ``layer`` the first layer that shows it on
+    the first of those models.
+    """
+
+    id: str
+    title: str
+    report: str
+    requirement: int
+    suite: str
+    site: str
+    models: tuple[str, ...]
+    install: Callable[[Seams], None]
+    layer: int | None = None
+    observable: str = "taps"
+    difficulty: str = "medium"
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+
+    @property
+    def kind(self) -> str:
+        """Class of the fault: the letters of its id."""
+        return self.id[:2]
+
+
+def catalogue() -> Mapping[str, Fault]:
+    """All faults by id, in the order of their ids."""
+    from pytest_adapt.faults import attention, norms, precision, rotary, routing, weights
+
+    entries = [fault for module in (attention, norms, precision, rotary, routing, weights) for fault in module.FAULTS]
+    found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
+    if len(found) != len(entries):
+        raise ValueError("two faults share an id")
+    return found
+
+
+def get(identifier: str) -> Fault:
+    """The fault with this id. Raises UnknownFault naming the known ones."""
+    known = catalogue()
+    if identifier not in known:
+        raise UnknownFault(f"no fault {identifier!r}; known: {', '.join(known)}")
+    return known[identifier]

@@ -1,0 +1,155 @@
+"""RP: positions that are scaled, paired or rounded wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_adapt.faults.registry import Fault, Operation, Seams
+
+ALL = ("qwen3-moe-odd", "mixtral-odd", "llama-odd", "deepseek-v3-odd-pos")
+DEEPSEEK = ("deepseek-v3-odd-pos", "deepseek-v3-odd-neg")
+
+
+def _attention_factor_omitted(seams: Seams) -> None:
+    """MLA's softmax scale without YaRN's mscale squared."""
+    seams.wrap("softmax_scale", lambda original: lambda spec: spec.query_width**-0.5)
+
+
+def _table_mscale_misread(seams: Seams) -> None:
+    """The softmax scale takes mscale where mscale_all_dim belongs."""
+
+    def wrapper(original: Operation) -> Operation:
+        def softmax_scale(spec: Any) -> float:
+            import math
+
+            rope = spec.rope
+            factor = 0.1 * rope.mscale * math.log(rope.factor) + 1.0
+            return float(spec.query_width**-0.5 * factor * factor)
+
+        return softmax_scale
+
+    seams.wrap("softmax_scale", wrapper)
+
+
+def _angles_in_bf16(seams: Seams) -> None:
+    """Angles pass through bf16 before cosine and sine, as under an autocast."""
+
+    def wrapper(original: Operation) -> Operation:
+        def rope_tables(spec: Any, positions: Any) -> Any:
+            import torch
+
+            cos, sin = original(spec, positions)
+            length = (cos * cos + sin * sin).sqrt()
+            unit, _ = original(spec, positions.new_ones(1))
+            step = torch.acos((unit / length[:1]).clamp(-1, 1))
+            angle = (positions[:, None].float() * step).bfloat16().float()
+            return angle.cos() * length, angle.sin() * length
+
+        return rope_tables
+
+    seams.wrap("rope_tables", wrapper)
+
+
+def _tables_downcast_after_first_use(seams: Seams) -> None:
+    """The shared cosine and sine cache is rounded to bf16 by the first step and used so from the second on."""
+    calls = 0
+
+    def wrapper(original: Operation) -> Operation:
+        def rope_tables(spec: Any, positions: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            cos, sin = original(spec, positions)
+            return (cos, sin) if calls == 1 else (cos.bfloat16().float(), sin.bfloat16().float())
+
+        return rope_tables
+
+    seams.wrap("rope_tables", wrapper)
+
+
+def _pairs_misread(seams: Seams) -> None:
+    seams.wrap("rope_apply", lambda original: lambda x, cos, sin, interleaved: original(x, cos, sin, not interleaved))
+
+
+def _one_position_late(seams: Seams) -> None:
+    """Decode rotates with the position after the one it computes."""
+
+    def wrapper(original: Operation) -> Operation:
+        def rope_tables(spec: Any, positions: Any) -> Any:
+            return original(spec, positions + 1 if len(positions) == 1 else positions)
+
+        return rope_tables
+
+    seams.wrap("rope_tables", wrapper)
+
+
+FAULTS = (
+    Fault(
+        "RP01",
+        "YaRN's factor on the attention logits omitted",
+        "onnxruntime/mobius#548",
+        56,
+        "correctness",
+        "attn.context",
+        DEEPSEEK,
+        _attention_factor_omitted,
+        0,
+    ),
+    Fault(
+        "RP02",
+        "mscale used where mscale_all_dim belongs",
+        "Megatron-LM#1429",
+        56,
+        "correctness",
+        "attn.context",
+        DEEPSEEK,
+        _table_mscale_misread,
+        0,
+    ),
+    Fault(
+        "RP04",
+        "Rotary angles rounded to bf16",
+        "transformers#29285",
+        53,
+        "correctness",
+        "attn.q_rope",
+        ALL,
+        _angles_in_bf16,
+        0,
+        difficulty="hard",
+    ),
+    Fault(
+        "RP07",
+        "Rotary tables downcast in place by the first step",
+        "sglang#33117",
+        53,
+        "correctness",
+        "attn.q_rope",
+        ALL,
+        _tables_downcast_after_first_use,
+        0,
+        difficulty="hard",
+        precisions=("fp32",),
+    ),
+    Fault(
+        "RP12",
+        "Rotary pairing flag flipped",
+        "ROCm/ATOM#1502",
+        53,
+        "correctness",
+        "attn.q_rope",
+        ALL,
+        _pairs_misread,
+        0,
+    ),
+    Fault(
+        "RP90",
+        "Decode rotates one position late",
+        "own, after transformers#43082",
+        82,
+        "correctness",
+        "attn.q_rope",
+        ALL,
+        _one_position_late,
+        0,
+    ),
+)
