@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pytest_adapt.faults.registry import Fault, Operation, Seams
@@ -12,23 +13,17 @@ DEEPSEEK = ("deepseek-v3-odd-pos", "deepseek-v3-odd-neg")
 
 def _attention_factor_omitted(seams: Seams) -> None:
     """MLA's softmax scale without YaRN's mscale squared."""
-    seams.wrap("softmax_scale", lambda original: lambda spec: spec.query_width**-0.5)
+    seams.wrap("softmax_scale", lambda original: lambda spec: spec.head_dim**-0.5)
 
 
-def _table_mscale_misread(seams: Seams) -> None:
-    """The softmax scale takes mscale where mscale_all_dim belongs."""
+def _mscale_misread(seams: Seams) -> None:
+    """The softmax scale takes mscale (1 in these models) where mscale_all_dim belongs."""
 
-    def wrapper(original: Operation) -> Operation:
-        def softmax_scale(spec: Any) -> float:
-            import math
+    def softmax_scale(spec: Any) -> float:
+        factor = 0.1 * math.log(spec.rope.factor) + 1.0
+        return float(spec.head_dim**-0.5 * factor * factor)
 
-            rope = spec.rope
-            factor = 0.1 * rope.mscale * math.log(rope.factor) + 1.0
-            return float(spec.query_width**-0.5 * factor * factor)
-
-        return softmax_scale
-
-    seams.wrap("softmax_scale", wrapper)
+    seams.wrap("softmax_scale", lambda original: softmax_scale)
 
 
 def _angles_in_bf16(seams: Seams) -> None:
@@ -102,7 +97,7 @@ FAULTS = (
         "correctness",
         "attn.context",
         DEEPSEEK,
-        _table_mscale_misread,
+        _mscale_misread,
         0,
     ),
     Fault(

@@ -77,7 +77,7 @@ def _dropped_groups_hold_zero(routing: Any, logits: Any, bias: Any, spec: Any) -
 
     selection = routing.selection
     grouped = selection.reshape(len(selection), spec.groups, -1)
-    kept = grouped.topk(2, -1).values.sum(-1).topk(spec.kept_groups, -1).indices
+    kept = grouped.topk(2, -1).values.sum(-1).topk(spec.top_groups, -1).indices
     mask = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, kept, True)
     masked = grouped.masked_fill(~mask[..., None], 0.0).reshape(selection.shape)
     return _chosen(routing, masked.topk(spec.top_k, -1).indices, spec)
