@@ -53,16 +53,18 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def frequencies(rope: RopeSpec, dtype: np.dtype[Any]) -> np.ndarray:
-    """Angle per position of each channel pair, [dim / 2], computed in ``dtype``."""
-    plain: np.ndarray = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=dtype) / rope.dim)
+    """Angle per position of each channel pair, [dim / 2], computed in ``dtype``.
+
+    In float32 the order of operations is the eager code's: an error of one ulp here is multiplied by the position.
+    """
+    wavelengths = rope.theta ** (np.arange(0, rope.dim, 2, dtype=dtype) / rope.dim)
     if rope.kind == "yarn":
-        return _yarn(rope, plain)
-    if rope.kind == "llama3":
-        return _llama3(rope, plain)
-    return plain
+        return _yarn(rope, wavelengths)
+    plain: np.ndarray = 1.0 / wavelengths
+    return _llama3(rope, plain) if rope.kind == "llama3" else plain
 
 
-def _yarn(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
+def _yarn(rope: RopeSpec, wavelengths: np.ndarray) -> np.ndarray:
     """NTK-by-parts (arXiv 2309.00071 §3.2), ramp over channel pairs as in DeepSeek's and transformers' code."""
 
     def pair_of(rotations: float) -> float:
@@ -75,13 +77,15 @@ def _yarn(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
         high += 0.001  # a step, without the division by zero
-    interpolated = np.clip((np.arange(rope.dim // 2, dtype=plain.dtype) - low) / (high - low), 0, 1)
-    return plain / rope.factor * interpolated + plain * (1 - interpolated)
+    kept = 1 - np.clip((np.arange(rope.dim // 2, dtype=wavelengths.dtype) - low) / (high - low), 0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     """Llama 3.1's scaling: short wavelengths stay, long ones are divided, smooth between (meta-llama, model.py)."""
-    turns = rope.original_max_position * plain / (2 * math.pi)
+    # torch divides a number by a tensor as reciprocal times number: two roundings.
+    length = (1.0 / plain) * (2 * math.pi)
+    turns = (1.0 / length) * rope.original_max_position
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * plain / rope.factor + smooth * plain
     return np.where(
