@@ -1,0 +1,115 @@
+"""Answers of code that nobody here wrote, brought to the types of the protocol or refused in one line."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.target.protocol import Request, Response, TargetError, TopK
+
+__all__ = ["checked_response", "checked_responses", "decode_array", "encode_array"]
+
+
+def checked_responses(who: str, responses: Iterable[object], requests: Sequence[Request]) -> Iterator[Response]:
+    """Pass on ``responses``, each checked; TargetError for an unknown, repeated or missing id."""
+    waiting = {request.id: request for request in requests}
+    for response in responses:
+        if not isinstance(response, Response):
+            raise TargetError(f"{who}: run yielded {type(response).__name__}, expected a Response")
+        request = waiting.pop(response.id, None)
+        if request is None:
+            raise TargetError(f"{who}: answered id {response.id!r}, which is unknown or was answered before")
+        yield checked_response(who, response, request)
+    if waiting:
+        some = ", ".join(sorted(waiting)[:3])
+        raise TargetError(f"{who}: {len(waiting)} of {len(requests)} requests were never answered ({some})")
+
+
+def checked_response(who: str, response: Response, request: Request) -> Response:
+    """``response`` with arrays of the protocol's dtypes; TargetError for a shape that cannot be."""
+    if response.error is not None:
+        return response
+    at = f"{who}: request {request.id!r}"
+    rows: dict[str, int] = {}
+    logits, scores, topk = response.logits, response.scores, response.topk
+    if logits is not None:
+        logits = _array(at, "logits", logits, np.float32, 2)
+        rows["logits"] = len(logits)
+    if scores is not None:
+        scores = _array(at, "scores", scores, np.float64, 1)
+        rows["scores"] = len(scores)
+    if topk is not None:
+        topk = TopK(
+            _array(at, "topk.ids", topk.ids, np.int64, 2), _array(at, "topk.logprobs", topk.logprobs, np.float64, 2)
+        )
+        if topk.ids.shape != topk.logprobs.shape:
+            raise TargetError(
+                f"{at}: topk.ids is {topk.ids.shape}, topk.logprobs {topk.logprobs.shape}; they must be equal"
+            )
+        rows["topk"] = len(topk.ids)
+    taps = {name: _tap(at, name, value) for name, value in response.taps.items()}
+    rows.update({name: len(value) for name, value in taps.items()})
+    fed = len(request.prompt) + max(0, len(response.tokens) - 1)
+    for name, count in rows.items():
+        if response.first_row + count != fed:
+            raise TargetError(
+                f"{at}: {name} has {count} rows from token {response.first_row}, but {fed} tokens were fed "
+                f"({len(request.prompt)} of the prompt, {max(0, len(response.tokens) - 1)} generated)"
+            )
+    if len(response.tokens) > request.max_new_tokens:
+        raise TargetError(
+            f"{at}: {len(response.tokens)} tokens generated, at most {request.max_new_tokens} were asked for"
+        )
+    tokens = tuple(int(token) for token in response.tokens)
+    return replace(response, tokens=tokens, logits=logits, scores=scores, topk=topk, taps=taps)
+
+
+def decode_array(value: Any, dtype: type[np.generic]) -> np.ndarray:
+    """An array from nested lists (null is nan) or from ``{"dtype", "shape", "base64"}`` (little-endian, row-major).
+
+    Raises ValueError.
+    """
+    if not isinstance(value, Mapping):
+        try:
+            return np.array(value, dtype=dtype)
+        except TypeError as error:  # null among integers, a mapping among numbers
+            raise ValueError(str(error)) from None
+    try:
+        raw = base64.b64decode(value["base64"], validate=True)
+        kind = np.dtype(str(value["dtype"])).newbyteorder("<")
+        if kind.kind not in "fiu":
+            raise ValueError(f"dtype {value['dtype']} is no number")
+        return np.frombuffer(raw, dtype=kind).reshape([int(size) for size in value["shape"]]).astype(dtype)
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"an array is nested lists or has dtype, shape and base64 ({error})") from None
+
+
+def encode_array(array: np.ndarray) -> dict[str, Any]:
+    """``array`` in the form that `decode_array` reads."""
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    text = base64.b64encode(little.tobytes()).decode("ascii")
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": text}
+
+
+def _array(at: str, name: str, value: object, dtype: type[np.generic], dimensions: int) -> np.ndarray:
+    try:
+        array = np.asarray(value, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"{at}: {name} is no array of {dtype.__name__}: {error}") from None
+    if array.ndim != dimensions:
+        raise TargetError(f"{at}: {name} has shape {array.shape}, expected {dimensions} dimensions")
+    return array
+
+
+def _tap(at: str, name: str, value: object) -> np.ndarray:
+    array = np.asarray(value)
+    if array.ndim < 2 or array.dtype.kind not in "fiu":
+        raise TargetError(
+            f"{at}: tap {name} has shape {array.shape} and dtype {array.dtype}; expected numbers [rows, ...]"
+        )
+    return array.astype(np.int64 if array.dtype.kind in "iu" else np.float32, copy=False)

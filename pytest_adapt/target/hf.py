@@ -1,0 +1,444 @@
+"""``hf:``: transformers' own implementation, in this process, on one device.
+
+Eager attention and eager experts, safetensors only, no remote code, no network. Scoring is one forward pass
+without a cache; generation feeds the prompt (in chunks where ``prefill_chunk`` asks for it) and then token by
+token through the KV cache, so that the logits of decode steps are those of the decode path. With ``batch`` n,
+n sequences share left-padded forward passes.
+
+Argument: ``hf:device=cuda,attn=sdpa`` (device cpu and attn eager by default).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pytest_adapt import sites
+from pytest_adapt.target.protocol import (
+    Deployment,
+    Info,
+    Request,
+    Response,
+    Sampling,
+    TargetError,
+    TopK,
+    UnsupportedDeployment,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_adapt.target.registry import TargetSettings
+
+__all__ = ["HfTarget", "rows_of_logits"]
+
+_OPTIONS = {"device": "cpu", "attn": "eager"}
+_ROW_BLOCK = 256
+_FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 7, 16, 64)}
+
+
+@dataclass
+class _Sequence:
+    """One request on its way: what was fed, what was seen."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    taps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    finish: str = ""
+
+    @property
+    def first_row(self) -> int:
+        """The last row of the prompt is always kept: the first new token is chosen from it."""
+        return min(self.request.first_row, len(self.request.prompt) - 1)
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        return (*self.request.prompt, *self.tokens[:-1])
+
+
+class HfTarget:
+    """transformers as a target; shows taps, logits, scores, top-k and text."""
+
+    def __init__(self, argument: str, settings: TargetSettings) -> None:
+        options = dict(_OPTIONS)
+        for part in filter(None, argument.split(",")):
+            name, equals, value = part.partition("=")
+            if not equals or name not in _OPTIONS:
+                raise TargetError(f"target hf:{argument}: {part!r} is none of device=..., attn=...")
+            options[name] = value
+        options.update(settings.options)
+        self._device, self._attention = options["device"], options["attn"]
+        self._model: Any = None
+        self._recorder: Any = None
+        self._stack = ExitStack()
+        self._deployment = Deployment("")
+        self._eos: frozenset[int] = frozenset()
+        self._tokenizer: Any = None
+
+    def open(self, deployment: Deployment) -> Info:
+        self.close()
+        if deployment.layout != "single":
+            raise UnsupportedDeployment(f"layout {deployment.layout}: hf: runs on one rank (layout single)")
+        if deployment.kv_precision != "auto":
+            raise UnsupportedDeployment(
+                f"KV precision {deployment.kv_precision}: hf: keeps keys and values as computed"
+            )
+        for name, setting in deployment.features:
+            if setting and name not in _FEATURES:
+                raise UnsupportedDeployment(f"feature {name}: hf: has {', '.join(_FEATURES)}")
+        _calm_threads()
+        import torch
+        import transformers
+
+        threads = _limit_threads()
+        started = time.perf_counter()
+        model, warnings = self._load(deployment)
+        seconds = time.perf_counter() - started
+        self._model, self._deployment = model, deployment
+        from pytest_adapt.target.hf_taps import SITES, TapRecorder, watched_attention
+
+        self._recorder = TapRecorder(model, deployment.taps)
+        if any(sites.matches(f"layer.0.attn.{name}", deployment.taps) for name in ("q_rope", "k_rope")):
+            name = self._stack.enter_context(watched_attention(self._recorder, self._attention))
+            model.set_attn_implementation(name)
+        config = model.config.get_text_config()
+        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+        eos = config.eos_token_id if eos is None else eos
+        self._eos = frozenset() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        return Info(
+            name="transformers",
+            version=transformers.__version__,
+            observables=frozenset({"taps", "logits", "score", "topk", "text"}),
+            features=dict(_FEATURES),
+            max_context=min(deployment.max_context, int(getattr(config, "max_position_embeddings", 1 << 30))),
+            vocab_size=int(config.vocab_size),
+            sites=SITES,
+            rounds="eager",
+            environment={
+                "torch": torch.__version__,
+                "device": self._device,
+                "attention": self._attention,
+                "threads": str(threads),
+            },
+            load={
+                "seconds": seconds,
+                "bytes": size,
+                "bytes_per_second": size / max(seconds, 1e-9),
+                "warnings": warnings,
+            },
+        )
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Response]:
+        if self._model is None:
+            raise TargetError("target hf: not open")
+        limit = max(1, self._deployment.feature("batch"))
+        group: list[Request] = []
+        for request in requests:
+            wrong = self._abnormal(request)
+            if wrong:
+                yield Response(request.id, len(request.prompt), finish="abort", error=wrong)
+                continue
+            group.append(request)
+            if len(group) == limit:
+                yield from self._answer(group)
+                group = []
+        if group:
+            yield from self._answer(group)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.remove()
+        self._stack.close()
+        self._model = self._recorder = self._tokenizer = None
+        gc.collect()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text`` without special tokens."""
+        return [int(token) for token in self._text()(text, add_special_tokens=False)["input_ids"]]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._text().decode(list(ids), skip_special_tokens=False))
+
+    def _load(self, deployment: Deployment) -> tuple[Any, list[str]]:
+        import torch
+
+        transformers: Any = importlib.import_module("transformers")
+        directory = Path(deployment.model)
+        if not (directory / "config.json").is_file():
+            raise TargetError(f"{directory} holds no config.json; a model is a checkpoint directory")
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if deployment.precision not in dtypes:
+            raise UnsupportedDeployment(f"precision {deployment.precision}: hf: computes in {', '.join(dtypes)}")
+        progress = transformers.utils.logging.is_progress_bar_enabled()
+        level = transformers.utils.logging.get_verbosity()
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        try:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtypes[deployment.precision],
+                attn_implementation=self._attention,
+                experts_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises many kinds for one broken checkpoint
+            raise _refusal(directory, error) from error
+        finally:
+            transformers.utils.logging.set_verbosity(level)
+            if progress:
+                transformers.utils.logging.enable_progress_bar()
+        for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+            found = sorted(str(key) for key in report.get(kind) or ())
+            if found:
+                what = kind.replace("_", " ")
+                raise TargetError(
+                    f"{directory}: {len(found)} {what} (first: {found[0]}); transformers would make them up"
+                )
+        ignored = sorted(str(key) for key in report.get("unexpected_keys") or ())
+        warnings = [f"{len(ignored)} unexpected tensors ignored (first: {ignored[0]})"] if ignored else []
+        return model.to(self._device).eval(), warnings
+
+    def _abnormal(self, request: Request) -> str:
+        """Why a request cannot be run; empty where it can."""
+        vocab = int(self._model.config.get_text_config().vocab_size)
+        if not request.prompt:
+            return "the prompt is empty"
+        outside = [token for token in request.prompt if not 0 <= token < vocab]
+        if outside:
+            return f"token id {outside[0]} is outside the vocabulary of {vocab}"
+        total = len(request.prompt) + request.max_new_tokens
+        if request.max_new_tokens < 0 or total > self._deployment.max_context:
+            return (
+                f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones do not fit "
+                f"the context of {self._deployment.max_context}"
+            )
+        if request.sampling.temperature < 0 or not 0 < request.sampling.top_p <= 1 or request.sampling.top_k < 0:
+            return f"sampling {request.sampling} is out of range"
+        return ""
+
+    def _answer(self, requests: list[Request]) -> Iterator[Response]:
+        import torch
+
+        started = time.perf_counter()
+        running = [_Sequence(request) for request in requests]
+        with torch.inference_mode():
+            self._execute(running)
+        seconds = (time.perf_counter() - started) / len(requests)
+        for sequence in running:
+            yield self._response(sequence, seconds)
+
+    def _execute(self, running: list[_Sequence]) -> None:
+        """Feed the prompts, then one token of each at a time until all are done."""
+        import torch
+
+        longest = max(len(sequence.request.prompt) for sequence in running)
+        pads = [longest - len(sequence.request.prompt) for sequence in running]
+        fed = [[0] * pad + list(sequence.request.prompt) for pad, sequence in zip(pads, running, strict=True)]
+        tokens = torch.tensor(fed, device=self._device)
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads], device=self._device)
+        chunk = self._deployment.feature("prefill_chunk")
+        decodes = any(sequence.request.max_new_tokens for sequence in running)
+        cache = _new_cache(self._model) if decodes or 0 < chunk < longest else None
+        for start in range(0, longest, chunk or longest):
+            stop = min(longest, start + (chunk or longest))
+            self._forward(running, pads, tokens[:, start:stop], mask[:, :stop], cache, start)
+        if not decodes:
+            return
+        generators = [_generator(sequence.request.sampling) for sequence in running]
+        position = longest
+        while True:
+            for sequence, generator in zip(running, generators, strict=True):
+                self._extend(sequence, generator)
+            if all(sequence.finish for sequence in running):
+                return
+            last = torch.tensor([[sequence.tokens[-1] if sequence.tokens else 0] for sequence in running])
+            mask = torch.cat([mask, mask.new_ones(len(running), 1)], dim=1)
+            self._forward(running, pads, last.to(self._device), mask, cache, position)
+            position += 1
+
+    def _forward(
+        self,
+        running: list[_Sequence],
+        pads: list[int],
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        cache: Any,
+        start: int,
+    ) -> None:
+        """One forward pass of columns ``start`` onwards; rows of real tokens are kept."""
+        import torch
+
+        width = tokens.shape[1]
+        columns = torch.arange(start, start + width, device=tokens.device)
+        positions = (columns[None] - torch.tensor(pads, device=tokens.device)[:, None]).clamp(min=0)
+        recorder = self._recorder
+        recorder.seen, recorder.batch, recorder.tokens = {}, len(running), width
+        extra = {} if cache is None else {_cache_argument(self._model): cache}
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=mask if any(pads) else None,
+            position_ids=positions,
+            use_cache=cache is not None,
+            **extra,
+        )
+        for row, (sequence, pad) in enumerate(zip(running, pads, strict=True)):
+            if sequence.finish:
+                continue
+            skip = max(0, pad + sequence.first_row - start)
+            if skip >= width:
+                continue
+            sequence.logits.append(output.logits[row, skip:].cpu())
+            if "taps" in sequence.request.want:
+                for name, value in recorder.seen.items():
+                    sequence.taps.setdefault(name, []).append(value[row, skip:].clone())
+                if sites.matches("logits", self._deployment.taps):
+                    sequence.taps.setdefault("logits", []).append(output.logits[row, skip:].float().cpu())
+
+    def _extend(self, sequence: _Sequence, generator: Any) -> None:
+        """Choose the next token of a sequence, or mark it finished."""
+        request = sequence.request
+        if sequence.finish:
+            return
+        if len(sequence.tokens) == request.max_new_tokens:
+            sequence.finish = "length"
+            return
+        token = _choose(sequence.logits[-1][-1], request.sampling, generator)
+        sequence.tokens.append(token)
+        if token in request.stop or (not request.ignore_eos and token in self._eos):
+            sequence.finish = "stop"
+        elif len(sequence.tokens) == request.max_new_tokens:
+            sequence.finish = "length"
+
+    def _response(self, sequence: _Sequence, seconds: float) -> Response:
+        import torch
+
+        request = sequence.request
+        logits = torch.cat(sequence.logits)
+        following = np.array([*sequence.fed[1:], -1], dtype=np.int64)[sequence.first_row :]
+        scores, topk = rows_of_logits(logits, following, request.topk)
+        return Response(
+            request.id,
+            prompt_tokens=len(request.prompt),
+            tokens=tuple(sequence.tokens),
+            finish=sequence.finish or "length",
+            text=self._maybe_text(sequence.tokens),
+            logits=logits.float().numpy() if "logits" in request.want else None,
+            scores=scores if "score" in request.want else None,
+            topk=topk if "topk" in request.want else None,
+            taps={name: torch.cat(parts).numpy() for name, parts in sequence.taps.items()},
+            first_row=sequence.first_row,
+            seconds=seconds,
+        )
+
+    def _maybe_text(self, tokens: list[int]) -> str | None:
+        if not tokens or not (Path(self._deployment.model) / "tokenizer.json").is_file():
+            return None
+        return self.detokenize(tokens)
+
+    def _text(self) -> Any:
+        if self._tokenizer is None:
+            import transformers
+
+            try:
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    self._deployment.model, local_files_only=True, trust_remote_code=False
+                )
+            except Exception as error:  # as for models: many kinds for one broken file
+                raise _refusal(Path(self._deployment.model), error) from error
+        return self._tokenizer
+
+
+def rows_of_logits(logits: torch.Tensor, following: np.ndarray, k: int) -> tuple[np.ndarray, TopK]:
+    """Scores and top-k of logits [rows, V], computed in float64 in blocks of rows.
+
+    ``following`` is int64 [rows], the token after each row; -1 gives nan. Returns float64 [rows] and TopK.
+    """
+    import torch
+
+    rows, vocab = logits.shape
+    k = min(k, vocab)
+    scores = np.full(rows, np.nan)
+    ids, logprobs = np.empty((rows, k), np.int64), np.empty((rows, k))
+    for start in range(0, rows, _ROW_BLOCK):
+        block = torch.log_softmax(logits[start : start + _ROW_BLOCK].double(), dim=-1)
+        here = slice(start, start + len(block))
+        known = np.flatnonzero(following[here] >= 0)
+        scores[start + known] = block.numpy()[known, following[here][known]]
+        best = torch.topk(block, k, dim=-1)
+        ids[here], logprobs[here] = best.indices.numpy(), best.values.numpy()
+    return scores, TopK(ids, logprobs)
+
+
+def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
+    """Greedy (the lowest id of the largest logit), or one draw after temperature, top-k and top-p."""
+    import torch
+
+    row = row.double()
+    if sampling.temperature == 0:
+        return int(torch.nonzero(row == row.max())[0]) if not torch.isnan(row).any() else int(row.argmax())
+    order = torch.sort(row / sampling.temperature, descending=True, stable=True)
+    probabilities = torch.softmax(order.values, dim=-1)
+    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    if sampling.top_k:
+        keep[sampling.top_k :] = False
+    if sampling.top_p < 1:
+        keep &= probabilities.cumsum(-1) - probabilities < sampling.top_p
+    drawn = torch.multinomial(probabilities * keep, 1, generator=generator)
+    return int(order.indices[drawn])
+
+
+def _generator(sampling: Sampling) -> Any:
+    import torch
+
+    return torch.Generator().manual_seed(sampling.seed)
+
+
+def _new_cache(model: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _cache_argument(model: Any) -> str:
+    """transformers 5.2x renamed past_key_values to cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _calm_threads() -> None:
+    """Before torch is imported: idle OpenMP threads sleep instead of spinning against other workers."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _limit_threads() -> int:
+    """Cores shared among xdist workers, unless OMP_NUM_THREADS says otherwise."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(
+            max(1, len(os.sched_getaffinity(0)) // workers if hasattr(os, "sched_getaffinity") else 1)
+        )
+    return int(torch.get_num_threads())
+
+
+def _refusal(directory: Path, error: Exception) -> TargetError:
+    """One line for whatever transformers raised on a checkpoint."""
+    text = " ".join(str(error).split())
+    line = f"transformers refuses {directory}: {type(error).__name__}: {text[:300]}"
+    unknown = "model type" in text and "recognize" in text or "Unrecognized" in text
+    return UnsupportedDeployment(line) if unknown else TargetError(line)

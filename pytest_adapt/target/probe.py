@@ -1,0 +1,147 @@
+"""What an opened target really shows: a declared capability counts only once it was seen.
+
+One short request asks for everything that was declared. A server may decline it as a whole, so what is then
+still open is asked for one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pytest_adapt import sites
+from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Response, Target, TargetError
+
+__all__ = ["ProbeResult", "probe"]
+
+_PROMPT = 12
+_NEW = 2
+_TOPK = 5
+# A probability distribution may sum to this much more than 1 by rounding of its logarithms in bfloat16.
+_SUM_SLACK = 0.05
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """``shown`` holds observables and features; ``missing`` says why a declared one does not count."""
+
+    shown: frozenset[str]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
+    """Ask an opened ``target`` for each declared observable, and for the features of ``deployment``.
+
+    Raises TargetError where the target does not even answer with text, or counts the prompt's tokens differently.
+    """
+    declared = [name for name in OBSERVABLES if name in info.observables]
+    if "taps" in declared and not deployment.taps:
+        declared.remove("taps")  # this deployment taps nothing; that says nothing about the target
+    prompt = _prompt(info)
+    missing: dict[str, str] = {}
+    together = _ask(target, prompt, declared)
+    for name in declared:
+        why = _fault(name, together, deployment, info)
+        if why and len(declared) > 1:
+            why = _fault(name, _ask(target, prompt, [name]), deployment, info)
+        if why:
+            missing[name] = why
+    if together.error is None and together.prompt_tokens != len(prompt):
+        raise TargetError(
+            f"{info.name} counted {together.prompt_tokens} prompt tokens where {len(prompt)} were sent: it adds, drops or "
+            "splits tokens, so no position can be compared (does it serve the checkpoint of this deployment, "
+            "with its tokenizer, and without a begin token of its own?)"
+        )
+    if set(missing) == set(declared) and "text" in missing:
+        raise TargetError(f"{info.name} did not answer a prompt of {len(prompt)} tokens: {missing['text']}")
+    features = [name for name, setting in deployment.features if setting]
+    for name in features:
+        why = _feature_fault(name, target, deployment, info)
+        if why:
+            missing[name] = why
+    return ProbeResult(frozenset(name for name in [*declared, *features] if name not in missing), missing)
+
+
+def _prompt(info: Info) -> tuple[int, ...]:
+    """Distinct ordinary ids: not the first few nor the last few, where special tokens usually lie."""
+    vocab = info.vocab_size or 64
+    return tuple(min(3 + 5 * i % max(1, vocab - 12), vocab - 1) for i in range(_PROMPT))
+
+
+def _ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
+    request = Request(
+        "adapt-probe", prompt, max_new_tokens=_NEW, want=frozenset(want) or frozenset({"text"}), topk=_TOPK
+    )
+    answers = list(target.run([request]))
+    if len(answers) != 1 or answers[0].id != request.id:
+        raise TargetError(f"the target gave {len(answers)} answers to one request")
+    return answers[0]
+
+
+def _fault(name: str, answer: Response, deployment: Deployment, info: Info) -> str:
+    """Why ``answer`` does not show the observable; empty where it does."""
+    if answer.error is not None:
+        return f"the probe was refused: {answer.error}"
+    rows = _PROMPT + max(0, len(answer.tokens) - 1) - answer.first_row
+    if name == "text":
+        return "" if answer.tokens or answer.text else "no token and no text came back"
+    if name == "taps":
+        return _taps_fault(answer, deployment, rows)
+    value: np.ndarray | None = answer.scores if name == "score" else answer.logits
+    if name == "topk":
+        value = answer.topk.logprobs if answer.topk is not None else None
+    if value is None:
+        return "declared, but absent from the answer"
+    if len(value) != rows:
+        return f"{len(value)} rows where {rows} were computed"
+    if name == "logits":
+        if info.vocab_size and value.shape[1] != info.vocab_size:
+            return f"{value.shape[1]} columns, vocabulary of {info.vocab_size}"
+        return "" if np.isfinite(value).all() else "values that are not finite"
+    if name == "score":
+        known = value[:-1]
+        return (
+            ""
+            if known.size and np.isfinite(known).all() and (known <= _SUM_SLACK).all()
+            else "scores that are no log-probabilities"
+        )
+    known_rows = value[~np.isnan(value).all(axis=1)]
+    if not known_rows.size:
+        return "no row has a value"
+    totals = np.nansum(np.exp(known_rows), axis=1)
+    return (
+        "" if (totals <= 1 + _SUM_SLACK).all() and (totals > 0).all() else "top-k probabilities that sum to more than 1"
+    )
+
+
+def _taps_fault(answer: Response, deployment: Deployment, rows: int) -> str:
+    if not answer.taps:
+        return "declared, but absent from the answer"
+    for name, value in answer.taps.items():
+        if not sites.matches(name, deployment.taps):
+            return f"site {name} was not asked for"
+        if len(value) != rows:
+            return f"site {name} has {len(value)} rows where {rows} were computed"
+        if not np.isfinite(value).all():
+            return f"site {name} has values that are not finite"
+    return ""
+
+
+def _feature_fault(name: str, target: Target, deployment: Deployment, info: Info) -> str:
+    levels = info.features.get(name)
+    if levels is None:
+        return "asked for, but not declared"
+    if deployment.feature(name) not in levels:
+        return f"setting {deployment.feature(name)} is none of {', '.join(map(str, levels))}"
+    if name != "prefix_cache":
+        return ""
+    prompt = tuple(_prompt(info)[i % _PROMPT] for i in range(8 * _PROMPT))[
+        : max(1, (info.max_context or 1 << 20) - _NEW)
+    ]
+    _ask(target, prompt, ["text"])
+    cached = _ask(target, prompt, ["text"]).cached_tokens
+    if cached is None:
+        return "the target does not report cached_tokens"
+    return "" if cached > 0 else "a repeated prompt took nothing from the cache"

@@ -1,0 +1,76 @@
+"""``py:module:Class``: the user's own adapter, found from rootdir.
+
+The class takes no argument, or one keyword ``settings`` (`pytest_adapt.target.registry.TargetSettings`).
+What it raises becomes a TargetError that ends with the innermost frames; what it answers is checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_adapt.target.checked import checked_responses
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
+
+if TYPE_CHECKING:
+    from pytest_adapt.target.registry import TargetSettings
+
+__all__ = ["PyTarget"]
+
+_FRAMES = 3
+_OPTIONAL = ("tokenize", "detokenize", "stats", "control", "run_op")
+
+
+class PyTarget:
+    """Adapter around the user's class; optional methods pass through where the class has them."""
+
+    def __init__(self, argument: str, settings: TargetSettings) -> None:
+        module, _, name = argument.partition(":")
+        self._who = f"target py:{argument}"
+        adapter: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        wants = "settings" in inspect.signature(adapter).parameters
+        try:
+            self._target: Any = adapter(settings=settings) if wants else adapter()
+        except Exception as error:  # the user's code may raise anything
+            self._refuse("its constructor", error)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPTIONAL:
+            return getattr(self._target, name)
+        raise AttributeError(name)
+
+    def open(self, deployment: Deployment) -> Info:
+        try:
+            info = self._target.open(deployment)
+        except Exception as error:
+            self._refuse("open", error)
+        if not isinstance(info, Info):
+            raise TargetError(
+                f"{self._who}: open returned {type(info).__name__}, expected pytest_adapt.target.protocol.Info"
+            )
+        return info
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Response]:
+        asked = list(requests)
+        yield from checked_responses(self._who, self._answers(asked), asked)
+
+    def close(self) -> None:
+        try:
+            self._target.close()
+        except Exception as error:
+            self._refuse("close", error)
+
+    def _answers(self, requests: list[Request]) -> Iterator[object]:
+        try:
+            yield from self._target.run(requests)
+        except Exception as error:
+            self._refuse("run", error)
+
+    def _refuse(self, where: str, error: Exception) -> NoReturn:
+        if isinstance(error, TargetError):
+            raise error
+        frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-_FRAMES:])).rstrip()
+        raise TargetError(f"{self._who}: {where} raised {type(error).__name__}: {error}\n{frames}") from error
