@@ -1,0 +1,1 @@
+"""Attention kinds, each one file: projections, rotation, cache, attention op, output projection."""

@@ -1,0 +1,52 @@
+"""Every arithmetic step of the model is an op of this registry; model code only moves views around.
+
+Seams
+-----
+Whatever an outside party wants to observe or replace has one coarse place to do it, and costs nothing
+while it does not. Shapes: T tokens of one step (all sequences packed), h hidden, H query heads, G
+key-value heads, d head width, E experts, k chosen experts, V vocabulary; "dtype" is the engine's precision.
+
+Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns the replacement of ``call``)::
+
+    embedding(table, ids) -> [T, h]                        table [V, h] dtype, ids int64 [T]
+    rms_norm(x, weight, eps) -> like x                     over the last axis; float32 inside
+    linear(x, weight, bias) -> [T, out]                    weight [out, in] dtype, bias [out] or None
+    rope_tables(spec, positions) -> cos, sin               spec RopeSpec; float32 [T, dim / 2], angles in float64
+    rope_apply(x, cos, sin, interleaved) -> [T, H, dim]    output pairs are (i, i + dim / 2) in either case
+    attention(q, k, v, *, q_positions, k_positions, scale, window) -> [Tq, H, d_v]
+                                                           one sequence; q [Tq, H, d], k [Tk, G, d], v [Tk, G, d_v];
+                                                           positions int64, ascending; softmax in float32
+    softmax_scale(spec) -> float                           spec AttentionSpec
+    swiglu(gate, up) -> like gate                          silu(gate) * up
+    router_logits(x, weight) -> float32 [T, E]             weight float32 [E, h]
+    route(logits, selection_bias, spec) -> Routing         (scores, selection, ids ascending, weights); spec MoESpec
+    experts(x, ids, weights, gate_w, up_w, down_w, tap) -> [T, h]
+                                                           gate_w, up_w [E, inter, h], down_w [E, h, inter];
+                                                           tap(name, tensor) or None
+    shared_combine(routed, shared) -> [T, h]
+    add(residual, x) -> [T, h]                             residual connection
+    lm_head(x, weight) -> float32 [T, V]
+    sample(logits, *, temperature, top_k, top_p, seed, position) -> int
+                                                           logits float32 [V]; position of the token drawn
+
+``engine.kernels_registry.layer`` is the layer being computed (None outside the layers), for wrappers that
+concern one layer only.
+
+Other seams, methods to be replaced on the class or instance and put back:
+
+    weights.loader.Loader.read(name) -> tensor             name is the checkpoint's; a view of the mapped file
+    weights.loader.Loader.assign(parameter, tensor)        parameter is the logical name (layer.3.moe.experts.5.gate)
+    kv.cache.PagedCache.write(layer, slots, rows)          rows: tuple of tensors, one per component of the group
+    kv.cache.PagedCache.gather(layer, slots) -> rows
+    kv.pool.BlockPool.allocate(), share(block), free(block)
+    kv.prefix.PrefixCache.lookup(tokens), insert(...)
+    runtime.scheduler.Scheduler.schedule()
+
+The engine carries no fault of its own and no switch for one.
+"""
+
+from __future__ import annotations
+
+from .registry import Implementation, KernelRegistry, Ops, Routing, WrapHandle
+
+__all__ = ["Implementation", "KernelRegistry", "Ops", "Routing", "WrapHandle"]

@@ -1,0 +1,282 @@
+"""Plain torch implementation of every op: the twin that each faster kernel must match.
+
+Rounding: tensors between ops are in the engine's dtype; inside an op sums, norms, softmax and rotation run in
+float32 and are rounded once. That is never coarser than the eager code of the model families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..config import AttentionSpec, MoESpec, RopeSpec
+from .registry import Implementation, Routing
+from .sampling import sample
+
+__all__ = ["offers"]
+
+Tap = Callable[[str, torch.Tensor], None]
+
+# Elements of a block of attention scores: bounds memory to one row block, never S x S.
+_SCORE_BLOCK = 1 << 22
+
+
+def embedding(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of ``table`` [V, h] for ``ids`` [T]."""
+    return F.embedding(ids, table)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019).
+
+    Statistics in float32; rounded to the dtype of x before and after the weight, as the families' code does.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, in] @ weight [out, in]^T + bias; float32 sums."""
+    return F.linear(x, weight, bias)
+
+
+def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` for float16 on a CPU, where torch's own many-row product is several times slower than this."""
+    if x.shape[0] == 1:
+        return F.linear(x, weight, bias)
+    wide = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), wide).to(x.dtype)
+
+
+def rope_frequencies(spec: RopeSpec) -> torch.Tensor:
+    """Angle per position of each pair, float64 [dim / 2] (sources: `RopeSpec`)."""
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim
+    plain = spec.theta**-exponent
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        # 1 above the high band (kept), 0 below the low band (divided by factor), linear between.
+        turns = spec.original_context * plain / (2 * math.pi)
+        keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+        return plain * (keep + (1 - keep) / spec.factor)
+    if spec.kind == "yarn":
+        low, high = _yarn_range(spec)
+        ramp = (torch.arange(spec.dim // 2, dtype=torch.float64) - low) / (high - low)
+        keep = 1 - ramp.clamp(0, 1)
+        return plain * (keep + (1 - keep) / spec.factor)
+    return plain
+
+
+def _yarn_range(spec: RopeSpec) -> tuple[float, float]:
+    """Pairs below the first bound keep their frequency, above the second are interpolated."""
+
+    def pair(rotations: float) -> float:
+        reach = math.log(spec.original_context / (rotations * 2 * math.pi))
+        return spec.dim * reach / (2 * math.log(spec.theta))
+
+    low, high = pair(spec.beta_fast), pair(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    # Equal bounds would divide by zero; the published code widens them by this much.
+    return (low, high) if low != high else (low, high + 0.001)
+
+
+def rope_tables(spec: RopeSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every angle, float32 [T, dim / 2]; angles in float64 so that far positions stay exact."""
+    angles = positions.double()[:, None] * rope_frequencies(spec)
+    return (angles.cos() * spec.attention_factor).float(), (angles.sin() * spec.attention_factor).float()
+
+
+def rope_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate pairs of the last axis of x [T, H, dim]; float32 inside, output pairs always (i, i + dim / 2)."""
+    wide = x.float()
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def softmax_scale(spec: AttentionSpec) -> float:
+    """Factor on query . key."""
+    return spec.scale
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v of one sequence, causal by position, in blocks of query rows.
+
+    q [Tq, H, d], k [Tk, G, d], v [Tk, G, dv], positions ascending; G divides H. A key at position p is visible
+    to a query at position t where t - window < p <= t. Float32 inside; returns [Tq, H, dv] in the dtype of q.
+    """
+    rows, heads, _ = q.shape
+    keys, groups, _ = k.shape
+    out = torch.empty((rows, heads, v.shape[-1]), dtype=q.dtype)
+    wide_k = k.float().permute(1, 2, 0)
+    wide_v = v.float().transpose(0, 1)
+    step = max(1, _SCORE_BLOCK // (heads * keys))
+    for start in range(0, rows, step):
+        at = q_positions[start : start + step]
+        # Keys after the block's last query or out of every query's window cannot contribute.
+        end = int(torch.searchsorted(k_positions, at[-1], right=True))
+        begin = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window, right=True))
+        count = at.shape[0]
+        block = q[start : start + count].float().view(count, groups, heads // groups, -1)
+        block = block.permute(1, 2, 0, 3).reshape(groups, heads // groups * count, -1)
+        scores = torch.bmm(block, wide_k[..., begin:end]) * scale
+        seen = k_positions[None, begin:end]
+        hidden = seen > at[:, None]
+        if window is not None:
+            hidden |= seen <= at[:, None] - window
+        scores = scores.view(groups, heads // groups, count, end - begin).masked_fill_(hidden, -math.inf)
+        probs = scores.softmax(dim=-1).view(groups, heads // groups * count, end - begin)
+        mixed = torch.bmm(probs, wide_v[:, begin:end])
+        mixed = mixed.view(groups, heads // groups, count, -1).permute(2, 0, 1, 3)
+        out[start : start + count] = mixed.reshape(count, heads, -1)
+    return out
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer 2020), float32 inside, rounded once."""
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Router projection in float32 from the rounded input: [T, h] x [E, h] -> [T, E]."""
+    return F.linear(x.float(), weight.float())
+
+
+def route(logits: torch.Tensor, selection_bias: torch.Tensor | None, spec: MoESpec) -> Routing:
+    """Choose ``spec.top_k`` experts per row; ties go to the lowest id, NaN is never preferred.
+
+    Softmax routing with optional renormalisation (Mixtral, Qwen3), or sigmoid routing with a selection bias
+    and group limits (DeepSeek-V3 report, section 2.1.2). The bias acts on the choice, never on the weights.
+    """
+    scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+    selection = scores if selection_bias is None else scores + selection_bias
+    eligible = selection.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    if spec.groups > 1:
+        grouped = eligible.view(-1, spec.groups, spec.experts // spec.groups)
+        rank = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = _best(rank, spec.top_groups)
+        dropped = torch.ones_like(rank, dtype=torch.bool).scatter_(1, kept, False)
+        eligible = grouped.masked_fill(dropped[..., None], -math.inf).view_as(eligible)
+    ids = _best(eligible, spec.top_k).sort(dim=-1).values
+    weights = scores.gather(1, ids)
+    if spec.renormalise:
+        # 1e-20 is the published guard of the sigmoid form; a softmax sum cannot vanish.
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
+    return Routing(scores, selection, ids, weights * spec.routed_scale)
+
+
+def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` largest values of each row; a stable sort, because topk leaves ties open."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def make_experts(matmul: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The ``experts`` op over a given matrix product."""
+
+    def experts(
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_w: torch.Tensor,
+        up_w: torch.Tensor,
+        down_w: torch.Tensor,
+        tap: Tap | None,
+    ) -> torch.Tensor:
+        """Weighted sum over each row's experts: float32, in the order of ids, rounded once."""
+        rows, slots = ids.shape
+        flat = ids.reshape(-1)
+        order = flat.sort(stable=True).indices
+        down = torch.empty((rows * slots, x.shape[-1]), dtype=x.dtype)
+        kept: dict[str, torch.Tensor] = {}
+        if tap is not None:
+            kept = {name: torch.empty((rows * slots, gate_w.shape[1]), dtype=x.dtype) for name in ("gate", "up", "act")}
+        counts = torch.bincount(flat, minlength=gate_w.shape[0]).tolist()
+        start = 0
+        for expert, count in enumerate(counts):
+            if not count:
+                continue
+            where = order[start : start + count]
+            start += count
+            chosen = x[where // slots]
+            gate, up = matmul(chosen, gate_w[expert], None), matmul(chosen, up_w[expert], None)
+            act = swiglu(gate, up)
+            down[where] = matmul(act, down_w[expert], None)
+            if kept:
+                kept["gate"][where], kept["up"][where], kept["act"][where] = gate, up, act
+        down = down.view(rows, slots, -1)
+        if tap is not None:
+            for name, value in kept.items():
+                tap(f"moe.experts.{name}", value.view(rows, slots, -1))
+            tap("moe.experts.down", down)
+        routed = down[:, 0].float() * weights[:, 0, None]
+        for slot in range(1, slots):
+            routed += down[:, slot].float() * weights[:, slot, None]
+        return routed.to(x.dtype)
+
+    return experts
+
+
+def shared_combine(routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Routed plus shared output."""
+    return routed + shared
+
+
+def add(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Residual connection."""
+    return residual + x
+
+
+def lm_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits, float32 [T, V]; the product is rounded to the dtype of x, as the families' code does."""
+    return F.linear(x, weight).float()
+
+
+def lm_head_upcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`lm_head` for float16 (see `linear_upcast`)."""
+    return linear_upcast(x, weight, None).float()
+
+
+def offers() -> list[Implementation]:
+    """Reference implementations of all ops."""
+    every = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    half = frozenset({torch.float16})
+    rowwise = frozenset({"batch_invariant", "layout_invariant"})
+    table: list[tuple[str, Callable[..., object], frozenset[torch.dtype], frozenset[str]]] = [
+        ("embedding", embedding, every, rowwise),
+        ("rms_norm", rms_norm, every, frozenset()),
+        ("linear", linear, every - half, frozenset()),
+        ("linear", linear_upcast, half, frozenset()),
+        ("rope_tables", rope_tables, every, rowwise),
+        ("rope_apply", rope_apply, every, rowwise),
+        ("attention", attention, every, frozenset()),
+        ("softmax_scale", softmax_scale, every, rowwise),
+        ("swiglu", swiglu, every, rowwise),
+        ("router_logits", router_logits, every, frozenset()),
+        ("route", route, every, frozenset()),
+        ("experts", make_experts(linear), every - half, frozenset()),
+        ("experts", make_experts(linear_upcast), half, frozenset()),
+        ("shared_combine", shared_combine, every, rowwise),
+        ("add", add, every, rowwise),
+        ("lm_head", lm_head, every - half, frozenset()),
+        ("lm_head", lm_head_upcast, half, frozenset()),
+        ("sample", sample, every, rowwise),
+    ]
+    return [Implementation(op, "reference", call, dtypes, traits) for op, call, dtypes, traits in table]

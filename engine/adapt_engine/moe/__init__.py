@@ -1,0 +1,1 @@
+"""Routed feed-forward layers."""

@@ -1,0 +1,1 @@
+"""Runs requests: options, scheduler, taps, engine."""

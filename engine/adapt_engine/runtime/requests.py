@@ -1,0 +1,131 @@
+"""What callers hand in and get back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import EngineError
+
+__all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run a model. Raises EngineError on construction, naming the option and its rule."""
+
+    precision: str = "fp32"
+    """fp32, bf16 or fp16: weights and activations."""
+    max_context: int = 4096
+    """Tokens of prompt plus output that one request may have."""
+    kv_tokens: int = 0
+    """Token slots of the KV cache; 0 derives max(max_context, min(max_batch * max_context, 32768))."""
+    page_size: int = 16
+    """Token slots of a KV block."""
+    prefill_chunk: int = 0
+    """Most prompt tokens of one sequence in a step; 0 takes a prompt in one step."""
+    max_batch: int = 32
+    """Sequences in flight together."""
+    prefix_cache: bool = False
+    """Reuse the KV blocks of equal prompt beginnings."""
+    mode: str = "fast"
+    """fast, or strict (deterministic; needs kernels with the traits for it)."""
+    threads: int = 0
+    """torch's intra-op threads; 0 leaves torch's setting."""
+    native: bool = True
+    """Use the C++ kernels where they are built and the CPU can run them."""
+    seed: int = 0
+    """Added to each request's own sampling seed."""
+    taps: tuple[str, ...] = ()
+    """Shell patterns of site names to record (``layer.*.attn.out``)."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPES:
+            raise EngineError(f"option precision: {self.precision!r} is not one of {', '.join(DTYPES)}")
+        for name, low in (
+            ("max_context", 1),
+            ("kv_tokens", 0),
+            ("page_size", 1),
+            ("prefill_chunk", 0),
+            ("max_batch", 1),
+            ("threads", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise EngineError(f"option {name}: {value!r} must be an integer of at least {low}")
+
+    @property
+    def cache_tokens(self) -> int:
+        """Token slots of the KV cache, derived where kv_tokens is 0."""
+        return self.kv_tokens or max(self.max_context, min(self.max_batch * self.max_context, 32768))
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """One sequence. ``id`` is the caller's; results carry it back and may come in any order."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 0
+    """0 scores the prompt only."""
+    want_logits: bool = False
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    """1 keeps all."""
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+    """Token ids that end the output; the stop token is part of it."""
+    first_row: int = 0
+    """Logits and taps are kept from this row on; a prefix hit never covers a wanted row."""
+
+    def problem(self, vocab: int, options: EngineOptions) -> str | None:
+        """Why this request cannot be served, or None."""
+        if not self.prompt:
+            return "prompt is empty: at least one token is needed"
+        for place, token in enumerate(self.prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                return f"prompt token {place} is {token!r}: must be an integer in 0..{vocab - 1}"
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
+            return f"max_new_tokens is {self.max_new_tokens!r}: must be an integer of at least 0"
+        total = len(self.prompt) + self.max_new_tokens
+        if total > options.max_context:
+            return f"prompt and output need {total} tokens: max_context is {options.max_context}"
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            return f"temperature is {self.temperature!r}: must be finite and at least 0"
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            return f"top_k is {self.top_k!r}: must be an integer of at least 0"
+        if not 0 < self.top_p <= 1:
+            return f"top_p is {self.top_p!r}: must lie in (0, 1]"
+        if not isinstance(self.seed, int):
+            return f"seed is {self.seed!r}: must be an integer"
+        if not isinstance(self.first_row, int) or self.first_row < 0:
+            return f"first_row is {self.first_row!r}: must be an integer of at least 0"
+        return None
+
+
+@dataclass
+class SequenceResult:
+    """What one request gave. Row i of logits and taps belongs to token ``first_row + i``."""
+
+    id: str
+    tokens: tuple[int, ...] = ()
+    """Generated ids."""
+    finish: str = "length"
+    """length, stop or error."""
+    error: str | None = None
+    """Set when the request was refused or failed; then nothing else is."""
+    logits: torch.Tensor | None = None
+    """float32 [rows, V]: row i predicts what follows token i; one row for every token that was fed."""
+    taps: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Site name -> [rows, ...], float32 (int64 for expert ids)."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    seconds: float = 0.0
+    """Wall time from admission to completion."""

@@ -1,0 +1,104 @@
+// The row kernels once, over a vector type V that each translation unit supplies:
+//   V::width, V::zero(), V::set(float), V::load<T>(p), V::store<T>(p, v), V::round<T>(v), arithmetic, V::sum(v),
+//   V::silu(v); load_tail and store_tail treat the last n < width elements.
+// Everything has internal linkage: the same names exist under other instruction sets in other files.
+#pragma once
+
+#include <cmath>
+
+#include "rows.h"
+
+namespace adapt {
+namespace {
+
+template <class V, class T>
+void rms_norm_row(const T *x, const T *weight, T *out, std::size_t width, float eps) {
+    const std::size_t whole = width / V::width * V::width;
+    const std::size_t tail = width - whole;
+    V total = V::zero();
+    for (std::size_t i = 0; i < whole; i += V::width) {
+        const V v = V::template load<T>(x + i);
+        total = total + v * v;
+    }
+    if (tail) {
+        const V v = V::template load_tail<T>(x + whole, tail);
+        total = total + v * v;
+    }
+    const float mean = total.sum() / static_cast<float>(width);
+    const V scale = V::set(1.0f / std::sqrt(mean + eps));
+    for (std::size_t i = 0; i < whole; i += V::width) {
+        const V normed = (V::template load<T>(x + i) * scale).template round<T>();
+        (V::template load<T>(weight + i) * normed).template store<T>(out + i);
+    }
+    if (tail) {
+        const V normed = (V::template load_tail<T>(x + whole, tail) * scale).template round<T>();
+        (V::template load_tail<T>(weight + whole, tail) * normed).template store_tail<T>(out + whole, tail);
+    }
+}
+
+// The exponential is the C library's in every instruction set: the product is rounded once per element anyway.
+template <class V, class T>
+void swiglu_row(const T *gate, const T *up, T *out, std::size_t width) {
+    alignas(64) float g[V::width];
+    for (std::size_t i = 0; i < width; i += V::width) {
+        const std::size_t n = width - i < V::width ? width - i : V::width;
+        const bool full = n == V::width;
+        const V vg = full ? V::template load<T>(gate + i) : V::template load_tail<T>(gate + i, n);
+        const V vu = full ? V::template load<T>(up + i) : V::template load_tail<T>(up + i, n);
+        vg.template store<float>(g);
+        for (std::size_t j = 0; j < V::width; ++j) g[j] = g[j] / (1.0f + std::exp(-g[j]));
+        const V product = V::template load<float>(g) * vu;
+        if (full) product.template store<T>(out + i);
+        else product.template store_tail<T>(out + i, n);
+    }
+}
+
+struct BF16 { std::uint16_t bits; };
+struct F16 { std::uint16_t bits; };
+
+template <class V>
+void rms_norm_any(Type type, const void *x, const void *weight, void *out, std::size_t width, float eps) {
+    switch (type) {
+        case Type::f32:
+            return rms_norm_row<V, float>(static_cast<const float *>(x), static_cast<const float *>(weight),
+                                          static_cast<float *>(out), width, eps);
+        case Type::bf16:
+            return rms_norm_row<V, BF16>(static_cast<const BF16 *>(x), static_cast<const BF16 *>(weight),
+                                         static_cast<BF16 *>(out), width, eps);
+        case Type::f16:
+            return rms_norm_row<V, F16>(static_cast<const F16 *>(x), static_cast<const F16 *>(weight),
+                                        static_cast<F16 *>(out), width, eps);
+    }
+}
+
+template <class V>
+void swiglu_any(Type type, const void *gate, const void *up, void *out, std::size_t width) {
+    switch (type) {
+        case Type::f32:
+            return swiglu_row<V, float>(static_cast<const float *>(gate), static_cast<const float *>(up),
+                                        static_cast<float *>(out), width);
+        case Type::bf16:
+            return swiglu_row<V, BF16>(static_cast<const BF16 *>(gate), static_cast<const BF16 *>(up),
+                                       static_cast<BF16 *>(out), width);
+        case Type::f16:
+            return swiglu_row<V, F16>(static_cast<const F16 *>(gate), static_cast<const F16 *>(up),
+                                      static_cast<F16 *>(out), width);
+    }
+}
+
+template <class V>
+RowKernels kernels_over() {
+    return RowKernels{&rms_norm_any<V>, &swiglu_any<V>};
+}
+
+// bfloat16: the upper half of a float32; round to nearest even, NaN stays NaN.
+inline float from_bf16(BF16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
+
+inline BF16 to_bf16(float value) {
+    const std::uint32_t bits = float_to_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return BF16{static_cast<std::uint16_t>((bits >> 16) | 0x40u)};
+    return BF16{static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+}  // namespace
+}  // namespace adapt
