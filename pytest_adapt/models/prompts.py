@@ -65,12 +65,13 @@ def _random(entry: ModelEntry, directory: Path, name: str) -> Iterator[tuple[str
 def _boundary(entry: ModelEntry, directory: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """b-1, b and b+1 tokens of one sequence for every b in ``contexts``, so that all share their prefixes.
 
-    The sequence starts with a searched prompt where one ships: routing stays certain as long as it lasts.
+    The sequence is the shipped ``long`` one (searched like the prompts, so that routing stays certain) as far as
+    it goes, then random.
     """
     lengths = sorted({n for b in entry.contexts for n in (b - 1, b, b + 1) if 0 < n <= LONGEST})
     if not lengths:
         return
-    start = max((value for key, value in shipped(entry).items() if key.startswith("searched-")), key=len, default=())
+    start = shipped(entry).get("long", ())
     tail = random_tokens(entry, directory, name, lengths[-1])
     sequence = start + tail[len(start) :]
     for length in lengths:
