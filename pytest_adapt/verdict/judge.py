@@ -1,0 +1,670 @@
+"""The judge of one item: collects comparisons, pools them, and says what failed and where.
+
+Free of pytest: a test calls the methods, then asks for `failures`. Nothing that cannot be compared is passed over:
+a wrong shape, a missing row, a NaN or an empty certified set is a failing measurement of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.golden.record import Record, RecordError, divergence_terms
+from pytest_adapt.sites import order_key
+from pytest_adapt.target.protocol import Response
+from pytest_adapt.verdict.budget import Comparison, Rows, ulp
+from pytest_adapt.verdict.discrete import near_tie, row_error
+from pytest_adapt.verdict.localise import compare_sites
+from pytest_adapt.verdict.result import Divergence, Measurement
+from pytest_adapt.verdict.views import Problem, View, difference, follow, reference_view, view
+
+__all__ = ["Judge"]
+
+_SHOWN_LINES = 12
+
+
+@dataclass
+class _Matches:
+    """Counts of discrete agreement over the prompts of an item."""
+
+    compared: int = 0
+    equal: int = 0
+    ties: int = 0
+    uncertain: int = 0
+    """Not compared: a routing flip is possible before that position."""
+    wrong: list[tuple[str, int, str]] = field(default_factory=list)
+
+
+class Judge:
+    """Comparisons of one item at one precision ("fp32", "bf16" or "fp16").
+
+    ``rounds`` is what the target says of itself (`Info.rounds`): ``eager`` or ``fused``.
+    """
+
+    def __init__(self, precision: str, *, rounds: str = "eager") -> None:
+        self.precision = precision
+        self.rounds = rounds
+        self.divergence: Divergence | None = None
+        self.observables: set[str] = set()
+        self._done: list[Measurement] = []
+        self._pooled: dict[tuple[str, str], Comparison] = {}
+        self._matches: dict[tuple[str, str], _Matches] = {}
+        self._certified = [0, 0]
+
+    # What a test calls -------------------------------------------------------------------------------------------
+
+    def prompt_tokens(self, prompt: str, response: Response, tokens: Sequence[int]) -> None:
+        """The target must have counted the prompt as it was sent; otherwise nothing else means anything."""
+        if self._refused(prompt, response):
+            return
+        ok = response.prompt_tokens == len(tokens)
+        detail = f"target counted {response.prompt_tokens} prompt tokens, {len(tokens)} were sent"
+        self._add(
+            "prompt_tokens", float(abs(response.prompt_tokens - len(tokens))), 0.0, ok, prompt=prompt, detail=detail
+        )
+
+    def against_record(self, prompt: str, response: Response, record: Record) -> None:
+        """Every numeric observable of the response against the reference, at certified positions.
+
+        Log-probabilities (rms and largest), cosine, divergence and the most probable token; each pooled over the
+        prompts of the item and held against its own budget when `failures` is called.
+        """
+        if self._refused(prompt, response):
+            return
+        try:
+            emulation = record.emulation(self.precision)
+        except RecordError as problem:
+            self._broken(prompt, Problem("record", str(problem)))
+            return
+        rows = np.flatnonzero(record.positions >= response.first_row)
+        certified = emulation.certified[rows]
+        self._certified[0] += int(certified.sum())
+        self._certified[1] += len(rows)
+        shown = [("logits", response.logits), ("topk", response.topk)]
+        numeric = [name for name, value in shown if value is not None][:1]
+        try:
+            if not numeric and response.scores is None:
+                raise Problem("shown", "the response shows neither logits, scores nor top-k log-probabilities")
+            for name in numeric:
+                self._against_view(prompt, view(response, name, record, rows), record, rows, certified)
+            if response.scores is not None:
+                self._against_scores(prompt, follow(response, record, rows), record, rows, certified)
+        except Problem as problem:
+            self._broken(prompt, problem)
+
+    def against_sites(
+        self,
+        prompt: str,
+        response: Response,
+        oracle: Any,
+        tokens: Sequence[int],
+        expected: tuple[str, ...] = (),
+    ) -> None:
+        """Every shown site against the oracle that follows the target's own values (`localise`).
+
+        ``tokens`` are all that were fed: the prompt and all generated tokens but the last. ``expected``: patterns of
+        sites that must have been shown. Sets `divergence` to the first failing site in dataflow order.
+        """
+        if self._refused(prompt, response):
+            return
+        if oracle is None:
+            self._broken(prompt, Problem("oracle", "no oracle for this model; white-box comparison needs one"))
+            return
+        taps = dict(response.taps)
+        if response.logits is not None:
+            taps.setdefault("logits", response.logits)
+        if not response.taps:
+            self._broken(prompt, Problem("shown", "the response shows no site"))
+            return
+        if response.first_row:
+            reason = f"rows start at token {response.first_row}; sites are followed from token 0 (no prefix hit, no skipped row)"
+            self._broken(prompt, Problem("rows", reason, response.first_row))
+            return
+        unknown = [name for name in taps if not _known_site(name)]
+        if unknown:
+            self._broken(
+                prompt, Problem("shape", f"unknown site {unknown[0]!r}; sites are listed in pytest_adapt.sites")
+            )
+            return
+        self.observables.add("taps")
+        report = compare_sites(
+            prompt, taps, oracle, tuple(tokens), self.precision, self.rounds, expected, response.prompt_tokens
+        )
+        self._done += report.measurements
+        self._found(report.divergence)
+
+    def generated(self, prompt: str, response: Response, reference: Any, tokens: Sequence[int]) -> None:
+        """Each greedy token must be the reference's first choice, given what the target wrote before it.
+
+        ``reference`` is the Record of ``tokens`` + generated tokens but the last, or an Oracle. A different token needs
+        a margin within the error of that row. Rows after a possible routing flip decide nothing.
+        """
+        if self._refused(prompt, response):
+            return
+        if not response.tokens:
+            self._broken(prompt, Problem("shown", "the response has no generated token ids"))
+            return
+        fed = (*tokens, *response.tokens[:-1])
+        try:
+            record = (
+                reference if isinstance(reference, Record) else _live_record(reference, prompt, fed, self.precision)
+            )
+            emulation = record.emulation(self.precision)
+        except RecordError as problem:
+            self._broken(prompt, Problem("record", str(problem)))
+            return
+        if tuple(record.tokens.tolist()) != tuple(fed):
+            reason = f"reference covers {len(record.tokens)} tokens, not the {len(fed)} that were fed; record the whole sequence"
+            self._broken(prompt, Problem("record", reason))
+            return
+        self.observables.add("text")
+        at = {int(position): row for row, position in enumerate(record.positions)}
+        error = row_error(emulation.largest)
+        chosen = [
+            (at[len(tokens) - 1 + i], token) for i, token in enumerate(response.tokens) if len(tokens) - 1 + i in at
+        ]
+        rows = np.array([row for row, _ in chosen], np.int64)
+        matches = self._matches.setdefault(("token_match", "text"), _Matches())
+        picked = np.array([token for _, token in chosen], np.int64)
+        self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
+        if not any(emulation.certified[rows]):
+            self._uncertain(prompt, "text", len(rows))
+
+    def agree(self, what: str, first: Response, second: Response, record: Record | None) -> None:
+        """Two answers of one target that must be the same but for rounding, at certified positions.
+
+        Each has its own error, so their difference is held against sqrt(2) times the emulation's. Rows are matched
+        by token index. Without a record only the same bits agree.
+        """
+        if self._refused(what, first) or self._refused(what, second):
+            return
+        if record is None:
+            self.identical(what, first, second)
+            return
+        try:
+            emulation = record.emulation(self.precision)
+        except RecordError as problem:
+            self._broken(what, Problem("record", str(problem)))
+            return
+        common = _common_rows(record, first, second)
+        certified = emulation.certified[common]
+        rows = common[certified]
+        compared = False
+        try:
+            for name in _both(first, second):
+                compared = True
+                self.observables.add(name)
+                self._agree_numeric(what, name, first, second, record, rows)
+            if first.tokens and second.tokens:
+                compared = True
+                self.observables.add("text")
+                self._agree_tokens(what, first, second, record)
+        except Problem as problem:
+            self._broken(what, problem)
+            return
+        if not compared:
+            self._broken(what, Problem("shown", "the two answers show nothing in common"))
+        elif not len(rows) and _both(first, second):
+            self._uncertain(what, "", len(common))
+
+    def identical(self, what: str, first: Response, second: Response) -> None:
+        """Bit equality of everything that both show: arrays, tokens, text, stop reason."""
+        if self._refused(what, first) or self._refused(what, second):
+            return
+        one, two = _contents(first), _contents(second)
+        if not (one.keys() | two.keys()) - {"finish"}:
+            self._broken(what, Problem("shown", "the two answers show nothing"))
+            return
+        for name in sorted(one.keys() | two.keys(), key=lambda key: (key.startswith("taps."), _dataflow(key))):
+            self.observables.add(_observable(name))
+            if name not in one or name not in two:
+                reason = f"{name} is shown by only one of the two answers"
+                self._add("identical", 1.0, 0.0, False, _observable(name), what, detail=reason)
+                return
+            problem = _first_difference(one[name], two[name], first.first_row, second.first_row)
+            if problem is not None:
+                position, reason = problem
+                self._add("identical", 1.0, 0.0, False, _observable(name), what, position, 1, f"{name}: {reason}")
+                return
+        compared = sum(_size(value) for value in one.values())
+        self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
+
+    def promise(
+        self,
+        metric: str,
+        ok: bool,
+        detail: str = "",
+        *,
+        value: float | None = None,
+        budget: float = 0.0,
+        prompt: str = "",
+        position: int | None = None,
+        observable: str = "",
+    ) -> None:
+        """A property that holds or does not; ``value`` and ``budget`` where it has numbers."""
+        found = (0.0 if ok else 1.0) if value is None else value
+        self._add(metric, found, budget, ok, observable, prompt, position, 1, detail)
+        if observable:
+            self.observables.add(observable)
+
+    # What a report reads -----------------------------------------------------------------------------------------
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Everything measured so far; pooled comparisons are computed from the prompts seen until now."""
+        pooled = [one for key, comparison in self._pooled.items() for one in _judge_pooled(key, comparison)]
+        matches = [
+            _judge_matches(key, found) for key, found in self._matches.items() if found.compared or found.uncertain
+        ]
+        return [*self._done, *pooled, *matches, *self._nothing_certain()]
+
+    def failures(self) -> list[Measurement]:
+        """Measurements over their budget, in the order in which they were made."""
+        return [measurement for measurement in self.measurements if not measurement.ok]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether something failed, and only because no position was certain enough to be compared."""
+        failures = self.failures()
+        return bool(failures) and all(measurement.metric == "certified" for measurement in failures)
+
+    def message(self) -> str:
+        """What failed, one line each, then the first divergence; at most one screen."""
+        failures = self.failures()
+        lines = [describe(measurement) for measurement in failures[:_SHOWN_LINES]]
+        if len(failures) > _SHOWN_LINES:
+            lines.append(f"and {len(failures) - _SHOWN_LINES} more over budget")
+        if self.divergence is not None:
+            lines.append(f"first divergence ({self.divergence.prompt}): {self.divergence}")
+        return "\n".join(lines)
+
+    # How -----------------------------------------------------------------------------------------------------------
+
+    def _against_view(self, prompt: str, shown: View, record: Record, rows: np.ndarray, certified: np.ndarray) -> None:
+        self.observables.add(shown.observable)
+        emulation = record.emulation(self.precision)
+        reference = reference_view(record, rows)
+        error = difference(shown, reference, two_sided=False)
+        part = rows[certified]
+        floor = self._floor(record, part)
+        self._pool(
+            "logprob",
+            shown.observable,
+            _rows(
+                prompt,
+                record.positions[part],
+                error[certified],
+                emulation.rms[part],
+                emulation.largest[part],
+                floor,
+                record.topk_logprobs[part],
+            ),
+        )
+        listed = np.nan_to_num(error[certified][:, :-1])
+        divergence = np.sum(np.exp(record.topk_logprobs[part]) * divergence_terms(listed), axis=1)
+        self._pool("kl", shown.observable, _quadratic(prompt, record, part, divergence, emulation.kl[part]))
+        if shown.projections is not None and shown.norm is not None:
+            gap = _cosine_gap(shown, reference)[certified]
+            self._pool("cosine", shown.observable, _quadratic(prompt, record, part, gap, emulation.gap[part]))
+        matches = self._matches.setdefault(("token_match", shown.observable), _Matches())
+        bound = row_error(emulation.largest)[rows]
+        self._match(matches, prompt, record, rows, shown.best, certified, bound)
+
+    def _against_scores(
+        self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray
+    ) -> None:
+        self.observables.add("score")
+        emulation = record.emulation(self.precision)
+        keep = certified & np.isfinite(record.next_logprob[rows])
+        part = rows[keep]
+        error = (found[keep] - record.next_logprob[part])[:, None]
+        yard = emulation.follow[part]
+        floor = self._floor(record, part, record.next_logprob[part][:, None])
+        values = record.next_logprob[part][:, None]
+        self._pool("logprob", "score", _rows(prompt, record.positions[part], error, yard, yard, floor, values))
+
+    def _agree_numeric(
+        self, what: str, name: str, first: Response, second: Response, record: Record, rows: np.ndarray
+    ) -> None:
+        emulation = record.emulation(self.precision)
+        if not len(rows):
+            return
+        if name == "score":
+            keep = rows[np.isfinite(record.next_logprob[rows])]
+            if not len(keep):
+                return
+            error = (follow(first, record, keep) - follow(second, record, keep))[:, None]
+            values, yard, largest = record.next_logprob[keep][:, None], emulation.follow[keep], emulation.follow[keep]
+        else:
+            keep = rows
+            error = difference(view(first, name, record, keep), view(second, name, record, keep), two_sided=True)
+            values, yard, largest = record.topk_logprobs[keep], emulation.rms[keep], emulation.largest[keep]
+        comparison = Comparison(widen=math.sqrt(2.0))
+        floor = self._floor(record, keep, values)
+        comparison.add(_rows(what, record.positions[keep], error, yard, largest, floor, values))
+        self._done += _judge_pooled(("agree", name), comparison)
+
+    def _agree_tokens(self, what: str, first: Response, second: Response, record: Record) -> None:
+        emulation = record.emulation(self.precision)
+        pairs = list(zip(first.tokens, second.tokens, strict=False))
+        different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if different is None:
+            self._add("agree.tokens", 0.0, 0.0, True, "text", what, compared=len(pairs))
+            return
+        position = first.prompt_tokens - 1 + different
+        row = np.flatnonzero(record.positions == position)
+        detail = f"generated token {different}: {pairs[different][0]} and {pairs[different][1]}"
+        if len(row) and not emulation.certified[row[0]]:
+            detail += ", after a possible routing flip"
+            self._add("agree.tokens", 0.0, 0.0, True, "text", what, position, max(different, 1), detail)
+            return
+        tied = False
+        if len(row):
+            bound = row_error(emulation.largest)[row[0]] * math.sqrt(2.0)
+            margins = [_margin(record, int(row[0]), token) for token in pairs[different]]
+            tied = bool(near_tie(max(margins), bound))
+            detail += f", {max(margins):.3g} nats below the best, error {bound:.3g}"
+        self._add("agree.tokens", 0.0 if tied else 1.0, 0.0, tied, "text", what, position, different + 1, detail)
+
+    def _match(
+        self,
+        matches: _Matches,
+        prompt: str,
+        record: Record,
+        rows: np.ndarray,
+        chosen: np.ndarray,
+        certified: np.ndarray,
+        bound: np.ndarray,
+    ) -> None:
+        """Count rows where the most probable token is the reference's, a near-tie, or wrong."""
+        for row, token, certain, error in zip(rows, chosen, certified, bound, strict=True):
+            if not certain:
+                matches.uncertain += 1
+                continue
+            matches.compared += 1
+            best = int(record.topk_ids[row, 0])
+            if token == best:
+                matches.equal += 1
+                continue
+            margin = _margin(record, int(row), int(token))
+            if near_tie(margin, error):
+                matches.ties += 1
+                continue
+            at_least = "at least " if int(token) not in record.topk_ids[row] else ""
+            reason = f"token {int(token)} instead of {best}, {at_least}{margin:.3g} nats below it, error {error:.3g}"
+            matches.wrong.append((prompt, int(record.positions[row]), reason))
+
+    def _floor(self, record: Record, rows: np.ndarray, logprobs: np.ndarray | None = None) -> np.ndarray:
+        """One ulp [R, n] of the logits' format at the magnitude of the logits behind log-probabilities."""
+        values = record.topk_logprobs[rows] if logprobs is None else logprobs
+        return ulp(values + record.lse[rows][:, None], self.precision)
+
+    def _pool(self, metric: str, observable: str, rows: Rows) -> None:
+        self._pooled.setdefault((metric, observable), Comparison()).add(rows)
+
+    def _found(self, divergence: Divergence | None) -> None:
+        if divergence is None:
+            return
+        mine = self.divergence
+        if mine is None or order_key(divergence.site) < order_key(mine.site):
+            self.divergence = divergence
+
+    def _refused(self, prompt: str, response: Response) -> bool:
+        if response.error is None:
+            return False
+        self._broken(prompt, Problem("response", f"the target refused the request: {response.error}"))
+        return True
+
+    def _broken(self, prompt: str, problem: Problem) -> None:
+        self._add(problem.metric, math.inf, 0.0, False, prompt=prompt, position=problem.position, detail=problem.reason)
+
+    def _uncertain(self, prompt: str, observable: str, rows: int) -> None:
+        detail = f"none of {rows} positions is certified at {self.precision}: a routing flip is possible from the start"
+        self._add("certified", 0.0, 1.0, False, observable, prompt, detail=detail)
+
+    def _nothing_certain(self) -> list[Measurement]:
+        certain, seen = self._certified
+        if not seen or certain:
+            return []
+        detail = f"none of {seen} positions is certified at {self.precision}: a routing flip is possible from the start"
+        return [Measurement("certified", 0.0, 1.0, False, detail=detail)]
+
+    def _add(
+        self,
+        metric: str,
+        value: float,
+        budget: float,
+        ok: bool,
+        observable: str = "",
+        prompt: str = "",
+        position: int | None = None,
+        compared: int = 0,
+        detail: str = "",
+    ) -> None:
+        self._done.append(
+            Measurement(metric, value, budget, ok, observable, prompt, position, compared=compared, detail=detail)
+        )
+
+
+def describe(measurement: Measurement) -> str:
+    """One line: metric, value, budget, use, where, why."""
+    m = measurement
+    where = [part for part in (m.prompt, m.site, f"position {m.position}" if m.position is not None else "") if part]
+    shown = f" [{m.observable}]" if m.observable else ""
+    use = f" ({m.use:.0%} of budget)" if m.budget and math.isfinite(m.use) else ""
+    line = f"{m.metric}{shown}: {m.value:.4g}, budget {m.budget:.4g}{use}"
+    if where:
+        line += f" at {', '.join(where)}"
+    return f"{line}: {m.detail}" if m.detail else line
+
+
+def _rows(
+    prompt: str,
+    positions: np.ndarray,
+    error: np.ndarray,
+    yard_rms: np.ndarray,
+    yard_largest: np.ndarray,
+    floor: np.ndarray,
+    logprobs: np.ndarray,
+) -> Rows:
+    """Rows from errors [R, n] with nan where nothing was compared; answers are float32 whatever the precision."""
+    known = ~np.isnan(error)
+    count = known.sum(axis=1)
+    keep = count > 0
+    square = np.where(known, error, 0.0) ** 2
+    rounding = ulp(logprobs, "fp32") ** 2 / 12.0  # uniform over one ulp
+    rows = Rows(
+        prompt=prompt,
+        positions=np.asarray(positions),
+        count=count,
+        square=square.sum(axis=1) / np.maximum(count, 1),
+        largest=np.where(known, np.abs(error), 0.0).max(axis=1, initial=0.0),
+        yard_square=np.asarray(yard_rms, np.float64) ** 2,
+        yard_largest=np.asarray(yard_largest, np.float64),
+        floor=floor.max(axis=1, initial=0.0),
+        floor_square=rounding.mean(axis=1) if rounding.size else np.zeros(len(rounding)),
+    )
+    return rows.take(keep)
+
+
+def _quadratic(prompt: str, record: Record, rows: np.ndarray, found: np.ndarray, yard: np.ndarray) -> Rows:
+    """Rows of a quantity that is quadratic in the error; its floor is that of rounding an answer to float32."""
+    rounding = np.mean(ulp(record.topk_logprobs[rows], "fp32") ** 2, axis=1) / 12.0 if len(rows) else np.zeros(0)
+    nothing = np.zeros(len(rows))
+    count = np.ones(len(rows), np.int64)
+    return Rows(prompt, record.positions[rows], count, found, nothing, yard, nothing, nothing, rounding)
+
+
+def _cosine_gap(shown: View, reference: View) -> np.ndarray:
+    """1 - cosine [R] of centred logits, from projections of their difference and their norms.
+
+    |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cos), with |a - b|^2 estimated by the mean square projection.
+    """
+    assert shown.projections is not None and shown.norm is not None
+    assert reference.projections is not None and reference.norm is not None
+    distance = np.mean((shown.projections - reference.projections) ** 2, axis=1)
+    product = np.maximum(shown.norm * reference.norm, np.finfo(np.float64).tiny)
+    return np.asarray((distance - (shown.norm - reference.norm) ** 2) / (2.0 * product))
+
+
+def _judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measurement]:
+    metric, observable = key
+    if not comparison.rows:
+        return []
+    if metric in ("kl", "cosine"):
+        value, budget = comparison.mean()
+        prompt, position = comparison.worst_row()
+        detail = "mean of 1 - cosine of centred logits" if metric == "cosine" else "mean over rows, nats"
+        return [
+            Measurement(
+                metric, value, budget, value <= budget, observable, prompt, position, "", comparison.positions, detail
+            )
+        ]
+    rms, rms_budget = comparison.rms()
+    largest, largest_budget, prompt, position = comparison.largest()
+    interval = comparison.interval()
+    detail = f"rms over {comparison.positions} rows, nats"
+    if interval is not None:
+        detail += f"; {interval[0]:.2f} to {interval[1]:.2f} times the emulation's"
+    worst_prompt, worst_position = comparison.worst_row()
+    base = Measurement(f"{metric}.rms", rms, rms_budget, rms <= rms_budget, observable, compared=comparison.compared)
+    return [
+        replace(base, prompt=worst_prompt, position=worst_position, detail=detail),
+        replace(
+            base,
+            metric=f"{metric}.max",
+            value=largest,
+            budget=largest_budget,
+            ok=largest <= largest_budget,
+            prompt=prompt,
+            position=_first_over(comparison, largest_budget, prompt, position),
+            detail="largest error, nats",
+        ),
+    ]
+
+
+def _first_over(comparison: Comparison, budget: float, prompt: str, position: int) -> int:
+    """First position of the prompt whose largest error is over the budget; the worst one when none is."""
+    for rows in comparison.rows:
+        over = np.flatnonzero(rows.largest > budget)
+        if rows.prompt == prompt and len(over):
+            return int(rows.positions[over[0]])
+    return position
+
+
+def _judge_matches(key: tuple[str, str], found: _Matches) -> Measurement:
+    metric, observable = key
+    detail = f"{found.equal} of {found.compared} equal, {found.ties} near-ties, {found.uncertain} not certified"
+    prompt, position = "", None
+    if found.wrong:
+        prompt, position, reason = found.wrong[0]
+        detail = f"{reason}; {detail}"
+    wrong = len(found.wrong)
+    ok = not wrong and found.compared > 0
+    if not found.compared:
+        return Measurement("certified", 0.0, 1.0, False, observable, detail=detail)
+    return Measurement(
+        metric, wrong / found.compared, 0.0, ok, observable, prompt, position, "", found.compared, detail
+    )
+
+
+def _margin(record: Record, row: int, token: int) -> float:
+    """How far ``token`` is below the best one, in nats; a lower bound where the record does not list it."""
+    place = np.flatnonzero(record.topk_ids[row] == token)
+    logprobs = record.topk_logprobs[row]
+    return float(logprobs[0] - logprobs[place[0] if len(place) else -1])
+
+
+def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str) -> Record:
+    from pytest_adapt.golden.record import RecordKey, make_record, tokens_digest
+
+    key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
+    return make_record(oracle, key, tokens, (precision,))
+
+
+def _both(first: Response, second: Response) -> list[str]:
+    """Numeric observables that both show: the strongest of logits and top-k, and scores."""
+    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None][:1]
+    return names + (["score"] if first.scores is not None and second.scores is not None else [])
+
+
+def _common_rows(record: Record, first: Response, second: Response) -> np.ndarray:
+    """Rows of the record that both responses have."""
+    start = max(first.first_row, second.first_row)
+    stop = min(_stop(first), _stop(second), len(record.tokens))
+    return np.flatnonzero((record.positions >= start) & (record.positions < stop))
+
+
+def _stop(response: Response) -> int:
+    arrays = [
+        a for a in (response.logits, response.scores, response.topk.ids if response.topk else None) if a is not None
+    ]
+    return response.first_row + min((len(array) for array in arrays), default=0)
+
+
+def _known_site(name: str) -> bool:
+    try:
+        order_key(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _contents(response: Response) -> dict[str, Any]:
+    """Everything that a response shows, by name."""
+    shown: dict[str, Any] = {"finish": response.finish}
+    if response.tokens:
+        shown["tokens"] = response.tokens
+    if response.text is not None:
+        shown["text"] = response.text
+    for name, array in (("logits", response.logits), ("score", response.scores)):
+        if array is not None:
+            shown[name] = np.asarray(array)
+    if response.topk is not None:
+        shown["topk.ids"], shown["topk.logprobs"] = np.asarray(response.topk.ids), np.asarray(response.topk.logprobs)
+    return shown | {f"taps.{name}": np.asarray(value) for name, value in response.taps.items()}
+
+
+def _first_difference(one: Any, two: Any, first_row: int, second_row: int) -> tuple[int | None, str] | None:
+    if not isinstance(one, np.ndarray):
+        if one == two:
+            return None
+        if isinstance(one, tuple):
+            place = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            return (
+                None,
+                f"generated token {place} differs ({list(one[place : place + 1])} and {list(two[place : place + 1])})",
+            )
+        return None, f"{one!r:.60} and {two!r:.60}"
+    if one.dtype != two.dtype or one.shape != two.shape or first_row != second_row:
+        return (
+            None,
+            f"{one.dtype} {one.shape} from token {first_row} and {two.dtype} {two.shape} from token {second_row}",
+        )
+    if one.tobytes() == two.tobytes():
+        return None
+    width = one[0].nbytes if one.ndim > 1 else one.itemsize
+    bits = [np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).reshape(-1, width) for a in (one, two)]
+    different = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
+    row = int(different[0])
+    return (
+        first_row + row,
+        f"{len(different)} of {len(one)} rows differ in their bits, the first at token {first_row + row}",
+    )
+
+
+def _observable(name: str) -> str:
+    head = name.split(".")[0]
+    return {"tokens": "text", "finish": "text"}.get(head, head)
+
+
+def _dataflow(name: str) -> tuple[int, int]:
+    return order_key(name.removeprefix("taps.")) if name.startswith("taps.") else (0, 0)
+
+
+def _size(value: Any) -> int:
+    return int(value.size) if isinstance(value, np.ndarray) else 1

@@ -1,0 +1,299 @@
+"""White-box comparison: every shown site against the oracle, each operation charged with its own error only.
+
+The oracle runs with the target's values forced at every shown site. What it computes there from the target's
+own inputs, minus what the target has, is the error of one operation (or of the few between two shown sites); the
+same run under the precision's emulation gives the yardstick of just that operation. Expert ids are followed, and
+each differing choice needs a certificate. The first failing site in dataflow order is the divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of, matches, order_key, site
+from pytest_adapt.verdict.budget import Comparison, Rows, ulp
+from pytest_adapt.verdict.discrete import Flip, judge_choices, row_error, shape_problem
+from pytest_adapt.verdict.result import Divergence, Measurement
+
+__all__ = ["SiteReport", "compare_sites"]
+
+_IDS = "moe.router.ids"
+_EXPERT_SITES = "moe.experts."
+
+
+@dataclass
+class SiteReport:
+    """Outcome of one prompt: measurements in dataflow order, and the first divergence."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    divergence: Divergence | None = None
+    compared: int = 0
+    """Sites compared."""
+    certified: int = 0
+    """Choices that differ with a certificate."""
+
+    def fail(self, measurement: Measurement, divergence: Divergence) -> None:
+        self.measurements.append(measurement)
+        if self.divergence is None or order_key(divergence.site) < order_key(self.divergence.site):
+            self.divergence = divergence
+
+
+def compare_sites(
+    prompt: str,
+    taps: Mapping[str, np.ndarray],
+    oracle: Any,
+    tokens: Sequence[int],
+    precision: str,
+    rounds: str = "eager",
+    expected: tuple[str, ...] = (),
+    prompt_tokens: int | None = None,
+) -> SiteReport:
+    """Compare shown sites (full name -> [T, ...]) of one sequence of T tokens.
+
+    ``expected`` are patterns of sites that must have been shown wherever the model has them. ``rounds`` is
+    ``fused`` for a target whose shown values are rounded copies of what it goes on with: then the input of an
+    operation is off by one rounding too, and yardsticks are sqrt(2) larger.
+    """
+    from pytest_adapt.oracle import Rounding
+
+    report = SiteReport()
+    length = len(tokens) if prompt_tokens is None else prompt_tokens
+    shown = {
+        name: np.asarray(taps[name]) for name in sorted(taps, key=order_key) if layer_of(name)[1] not in UNRECORDED
+    }
+    # One token is enough to know which sites there are and their shapes.
+    first = oracle.run(tokens[:1], record=("*",)).sites
+    shapes = {name: (len(tokens), *value.shape[1:]) for name, value in first.items()}
+    _report_absent(report, prompt, shown, shapes, expected)
+    shown = _usable(report, prompt, shown, shapes, oracle, length)
+    if not shown:
+        return report
+    floats = {name: value for name, value in shown.items() if layer_of(name)[1] not in CHOICES}
+    forced = {**floats, **{name: value for name, value in shown.items() if name not in floats}}
+    rounding = Rounding.of(precision)
+    exact, emulated = (oracle.run(tokens, forced=forced, rounding=how) for how in (None, rounding))
+    _judge_choices(report, prompt, shown, exact, emulated, length)
+    worst: dict[str, Measurement] = {}
+    for name, value in floats.items():
+        own, other = (np.asarray(trace.own[name], np.float64) for trace in (exact, emulated))
+        form = rounding.format_of(name, oracle.spec.architecture)
+        ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
+        view = _SiteView(prompt, name, np.asarray(value, np.float64), own, other, form, ids, length)
+        for measurement, divergence in view.judge(math.sqrt(2.0) if rounds == "fused" else 1.0):
+            if divergence is not None:
+                report.fail(measurement, divergence)
+            if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
+                worst[measurement.metric] = measurement
+    report.compared = len(shown)
+    # One line a statistic for what passed: the site that used most of its budget.
+    report.measurements += [measurement for measurement in worst.values() if measurement.ok]
+    return report
+
+
+@dataclass
+class _SiteView:
+    """One site of one prompt: the target's value, the oracle's, and the emulation's."""
+
+    prompt: str
+    name: str
+    value: np.ndarray
+    own: np.ndarray
+    emulated: np.ndarray
+    form: str
+    ids: np.ndarray | None
+    prompt_tokens: int
+
+    def judge(self, widen: float) -> list[tuple[Measurement, Divergence | None]]:
+        """Both statistics, with a divergence where one is over its budget.
+
+        Errors are taken relative to the rms of their row (one position, head or slot): otherwise a row of large
+        values would hide a fault in a row of small ones.
+        """
+        width = self.own.shape[-1]
+        own, value, emulated = (array.reshape(-1, width) for array in (self.own, self.value, self.emulated))
+        scale = np.sqrt(np.mean(own**2, axis=1, keepdims=True))
+        scale = np.where(scale > 0, scale, 1.0)
+        per_token = len(own) // len(self.own)
+        positions = np.repeat(np.arange(len(self.own)), per_token)
+        rows = Rows.of_elements(
+            self.prompt, positions, (value - own) / scale, (emulated - own) / scale, ulp(own, self.form) / scale
+        )
+        comparison = Comparison(widen=widen, independent=own.size, rows=[rows])
+        rms, rms_budget = comparison.rms()
+        largest, largest_budget, _, _ = comparison.largest()
+        budget = np.maximum(largest_budget, rows.floor * widen)
+        over = np.flatnonzero(rows.largest > budget)
+        row = int(over[0]) if len(over) else int(np.argmax(rows.square))
+        element = int(np.argmax(np.abs(value[row] - own[row])))
+        results: list[tuple[Measurement, Divergence | None]] = []
+        for metric, found, limit in (("site.rms", rms, rms_budget), ("site.max", largest, largest_budget)):
+            ok = found <= limit
+            measurement = Measurement(
+                metric=metric,
+                value=found,
+                budget=limit,
+                ok=ok,
+                observable="taps",
+                prompt=self.prompt,
+                position=int(positions[row]),
+                site=self.name,
+                compared=own.size,
+                detail="relative to the rms of the row",
+            )
+            divergence = None if ok else self._divergence(row, per_token, element, found, limit, metric)
+            results.append((measurement, divergence))
+        return results
+
+    def _divergence(
+        self, row: int, per_token: int, element: int, found: float, limit: float, metric: str
+    ) -> Divergence:
+        position, slot = divmod(row, per_token)
+        width = self.own.shape[-1]
+        got, expected = (array.reshape(-1, width)[row, element] for array in (self.value, self.own))
+        index = [element] if self.own.ndim == 2 else [slot, element]
+        kind = "rms" if metric == "site.rms" else "largest error"
+        return Divergence(
+            site=self.name,
+            layer=layer_of(self.name)[0],
+            position=position,
+            got=f"{got:.6g}",
+            expected=f"{expected:.6g}",
+            error=found,
+            budget=limit,
+            prompt=self.prompt,
+            step=_step(position, self.prompt_tokens),
+            expert=int(self.ids[position, slot]) if self.ids is not None else None,
+            note=f"element {index}; {kind} relative to the row",
+        )
+
+
+def _step(position: int, prompt_tokens: int) -> str:
+    return "decode" if position >= prompt_tokens else "prefill"
+
+
+def _report_absent(
+    report: SiteReport,
+    prompt: str,
+    shown: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    expected: tuple[str, ...],
+) -> None:
+    """A site shown in one layer must be shown in every layer that has it; asked-for patterns likewise."""
+    kinds = {layer_of(name)[1] for name in shown}
+    wanted = [n for n in shapes if matches(n, expected) or (not expected and layer_of(n)[1] in kinds)]
+    for name in sorted(set(wanted) - set(shown), key=order_key):
+        report.fail(
+            Measurement("site.shown", 0.0, 0.0, False, "taps", prompt, None, name, 0, "not shown by the target"),
+            Divergence(name, 0, "nothing", f"shape {shapes[name]}", math.inf, 0.0, prompt, layer_of(name)[0]),
+        )
+
+
+def _usable(
+    report: SiteReport,
+    prompt: str,
+    shown: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    oracle: Any,
+    prompt_tokens: int,
+) -> dict[str, np.ndarray]:
+    """Sites that can be compared as numbers. Stops at the first meaningless one: what follows has no inputs."""
+    usable: dict[str, np.ndarray] = {}
+    for name, value in shown.items():
+        layer, local = layer_of(name)
+        problem: tuple[int, int | None, str] | None = None
+        if name not in shapes:
+            problem = 0, None, "the model has no such site"
+        elif local in CHOICES:
+            router = oracle.spec.mixture.router
+            problem = shape_problem(value, shapes[name][0], router.chosen, router.experts)
+        elif value.shape != shapes[name]:
+            problem = 0, None, f"shape {value.shape}, expected {shapes[name]}"
+        elif not np.isfinite(value).all():
+            row = int(np.argwhere(~np.isfinite(value))[0][0])
+            count = int((~np.isfinite(value)).sum())
+            problem = row, None, f"{count} of {value.size} values are not finite"
+        if problem is None:
+            usable[name] = value
+            continue
+        row, expert, reason = problem
+        report.fail(
+            Measurement("site.valid", math.inf, 0.0, False, "taps", prompt, row, name, value.size, reason),
+            Divergence(
+                site=name,
+                layer=layer,
+                position=row,
+                got=reason,
+                expected="finite numbers of the model's shape"
+                if local not in CHOICES
+                else "distinct experts, ascending",
+                error=math.inf,
+                budget=0.0,
+                prompt=prompt,
+                step=_step(row, prompt_tokens),
+                expert=expert,
+            ),
+        )
+        break
+    return usable
+
+
+def _judge_choices(
+    report: SiteReport,
+    prompt: str,
+    shown: Mapping[str, np.ndarray],
+    exact: Any,
+    emulated: Any,
+    prompt_tokens: int,
+) -> None:
+    flips: dict[str, list[Flip]] = {}
+    rows = 0
+    for name, chosen in shown.items():
+        layer, local = layer_of(name)
+        if local not in CHOICES or layer is None:
+            continue
+        selection = np.asarray(exact.selection[layer], np.float64)
+        error = row_error(np.asarray(emulated.selection[layer], np.float64) - selection)
+        flips[name] = judge_choices(chosen, exact.own[name], selection, error, exact.replayed[layer])
+        rows += len(chosen)
+    if not flips:
+        return
+    illegal = [(name, flip) for name, found in flips.items() for flip in found if not flip.legal]
+    report.certified = sum(len(found) for found in flips.values()) - len(illegal)
+    if not illegal:
+        detail = f"{report.certified} of {rows} choices differ, each a near-tie"
+        report.measurements.append(Measurement("site.choice", 0.0, 0.0, True, "taps", prompt, None, _IDS, rows, detail))
+    for name in dict.fromkeys(name for name, _ in illegal):
+        found = [flip for flip in flips[name] if not flip.legal]
+        flip = found[0]
+        report.fail(
+            Measurement(
+                "site.choice",
+                float(len(found)),
+                0.0,
+                False,
+                "taps",
+                prompt,
+                flip.row,
+                name,
+                len(shown[name]),
+                f"{len(found)} illegal choices; {flip.reason}",
+            ),
+            Divergence(
+                site=name,
+                layer=layer_of(name)[0],
+                position=flip.row,
+                got=str(list(flip.chosen)),
+                expected=str(list(flip.expected)),
+                error=flip.margin,
+                budget=flip.error,
+                prompt=prompt,
+                step=_step(flip.row, prompt_tokens),
+                expert=flip.expert,
+                note=flip.reason,
+            ),
+        )
