@@ -128,7 +128,11 @@ def attend(
     """
     tokens, heads = q.shape[:2]
     repeats = heads // k.shape[1]
-    q, k, v = (np.swapaxes(x, 0, 1) for x in (q, np.repeat(k, repeats, axis=1), np.repeat(v, repeats, axis=1)))
+    # Heads first and contiguous: BLAS multiplies per head.
+    q, k, v = (
+        np.ascontiguousarray(np.swapaxes(x, 0, 1))
+        for x in (q, np.repeat(k, repeats, axis=1), np.repeat(v, repeats, axis=1))
+    )
     context = np.empty((tokens, heads, v.shape[-1]), n.dtype)
     for start in range(0, tokens, _ROWS):
         stop = min(start + _ROWS, tokens)
@@ -136,8 +140,10 @@ def attend(
         query, key = np.arange(start, stop)[:, None], np.arange(first, stop)
         hidden = (key > query) | (key <= query - window if window else np.False_)
         raw = n.inner(f"{attn}.scores.raw", n.matmul(q[:, start:stop], np.swapaxes(k[:, first:stop], 1, 2)))
-        scores = np.where(hidden, -np.inf, n.inner(f"{attn}.scores", raw * scale))
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        scores = n.inner(f"{attn}.scores", raw * scale)
+        np.copyto(scores, -np.inf, where=hidden)
+        np.subtract(scores, scores.max(axis=-1, keepdims=True), out=scores)
+        weights = np.exp(scores, out=scores)
         probs = n.inner(f"{attn}.probs", weights / n.total(weights))
         context[start:stop] = np.swapaxes(n.matmul(probs, v[:, first:stop]), 0, 1)
     return n.site(f"{attn}.context", context)

@@ -18,6 +18,7 @@ from . import blocks, routing
 from .checkpoint import Checkpoint
 from .errors import OracleError
 from .numerics import Numerics
+from .parameters import audit, expert_projections, mixture_prefix
 from .rounding import Rounding
 from .spec import Latent, MixtureSpec, ModelSpec
 
@@ -50,12 +51,14 @@ class Trace:
 class Oracle:
     """The reference model of one checkpoint directory. Weights are mapped, and converted when used.
 
-    Raises OracleError when config.json asks for something that the oracle does not compute.
+    Raises OracleError when config.json asks for something that the oracle does not compute, or when the weights
+    are not exactly those that it asks for.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.checkpoint = Checkpoint(directory)
         self.spec = ModelSpec.from_config(self.checkpoint.config)
+        audit(self.spec, self.checkpoint)
 
     def run(
         self,
@@ -73,7 +76,8 @@ class Oracle:
         forced: full site name -> another's value for all T rows (logits: the asked rows); the run keeps its own
         value in ``Trace.own`` and goes on with the given one, so own minus given is the error of one operation.
         replay: layer -> expert ids [T, k], forces just these. rows: rows of which logits are wanted.
-        Raises OracleError for tokens outside the vocabulary, sites that do not occur, and shapes that do not fit.
+        Raises OracleError for tokens outside the vocabulary, sites that do not occur, shapes that do not fit, and
+        weights that make float64 logits infinite or NaN.
         """
         ids = np.asarray(tokens, np.int64)
         if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= self.spec.vocab:
@@ -87,7 +91,12 @@ class Oracle:
                 raise OracleError(f"forced {name}: scores and probs pass in row blocks; force attn.context instead")
         trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
         run = _Run(self.spec, Numerics(self.checkpoint, self.spec.architecture, rounding, record, given), given, trace)
-        run.forward(ids, None if rows is None else np.asarray(rows, np.int64))
+        # An emulation may overflow as the real engine would: infinities and NaN are its result, not a warning.
+        with np.errstate(all="ignore"):
+            run.forward(ids, None if rows is None else np.asarray(rows, np.int64))
+        if rounding is None and not forced and not np.isfinite(trace.logits).all():
+            row = int(np.argmin(np.isfinite(trace.logits).all(axis=-1)))
+            raise OracleError(f"{self.checkpoint.directory}: logits of row {row} are not finite; some weight is not")
         unused = sorted(set(given) - set(trace.own))
         if unused:
             raise OracleError(
@@ -142,7 +151,7 @@ class _Run:
 
     def mixture(self, layer: int, x: np.ndarray, mixture: MixtureSpec) -> np.ndarray:
         """Routed experts, plus the shared one: the feed-forward part of a mixture layer."""
-        n, moe, inside = self.n, site(layer, "moe"), self._mixture_weights(layer)
+        n, moe, inside = self.n, site(layer, "moe"), mixture_prefix(self.spec, layer)
         ids, weights = self.route(layer, x, mixture, f"{moe}.router", f"{inside}.gate")
         down = self.experts(f"{moe}.experts", f"{inside}.experts", x, ids, mixture.intermediate)
         weighted = n.inner(f"{moe}.experts.weighted", down * weights[..., None])
@@ -177,7 +186,7 @@ class _Run:
     def experts(self, name: str, inside: str, x: np.ndarray, ids: np.ndarray, width: int) -> np.ndarray:
         """SwiGLU of each chosen expert, [T, k, h], computed expert by expert."""
         n = self.n
-        gate_name, up_name, down_name = self._expert_projections()
+        gate_name, up_name, down_name = expert_projections(self.spec)
         gate, up = np.empty((*ids.shape, width), n.dtype), np.empty((*ids.shape, width), n.dtype)
         places = {int(expert): np.nonzero(ids == expert) for expert in np.unique(ids)}
         for expert, (row, place) in places.items():
@@ -189,11 +198,3 @@ class _Run:
         for expert, (row, place) in places.items():
             down[row, place] = n.linear(act[row, place], f"{inside}.{expert}.{down_name}.weight")
         return n.site(f"{name}.down", down)
-
-    def _mixture_weights(self, layer: int) -> str:
-        part = "block_sparse_moe" if self.spec.architecture == "MixtralForCausalLM" else "mlp"
-        return f"model.layers.{layer}.{part}"
-
-    def _expert_projections(self) -> tuple[str, str, str]:
-        mixtral = self.spec.architecture == "MixtralForCausalLM"
-        return ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
