@@ -157,7 +157,7 @@ class JsonlTarget:
                     values[name] = decode_array(values[name], dtype)
             if values.get("topk") is not None:
                 topk = values["topk"]
-                ids, logprobs = decode_array(topk["ids"], np.int64), decode_array(topk["logprobs"], np.float64)
+                ids, logprobs = (decode_array(topk["ids"], np.int64), decode_array(topk["logprobs"], np.float64))
                 values["topk"] = TopK(ids, logprobs)
             taps = values.get("taps") or {}
             values["taps"] = {

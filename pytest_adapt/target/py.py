@@ -34,7 +34,7 @@ class PyTarget:
         wants = "settings" in inspect.signature(adapter).parameters
         try:
             self._target: Any = adapter(settings=settings) if wants else adapter()
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             self._refuse("its constructor", error)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,7 +45,7 @@ class PyTarget:
     def open(self, deployment: Deployment) -> Info:
         try:
             info = self._target.open(deployment)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             self._refuse("open", error)
         if not isinstance(info, Info):
             raise TargetError(
@@ -60,13 +60,13 @@ class PyTarget:
     def close(self) -> None:
         try:
             self._target.close()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             self._refuse("close", error)
 
     def _answers(self, requests: list[Request]) -> Iterator[object]:
         try:
             yield from self._target.run(requests)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             self._refuse("run", error)
 
     def _refuse(self, where: str, error: Exception) -> NoReturn:

@@ -213,19 +213,16 @@ def builtin_registry() -> Registry:
     registry.register("py", f"{here}.py:PyTarget", usage="py:module:Class")
     registry.register("jsonl", f"{here}.jsonl:JsonlTarget", options=("precisions",), usage="jsonl:COMMAND")
     server = TargetDefaults(
-        kind="endpoint",
-        precisions=("bf16",),
-        shape_classes=("aligned", "real"),
-        observables=("score", "topk", "text"),
+        kind="endpoint", precisions=("bf16",), shape_classes=("aligned", "real"), observables=("score", "topk", "text")
     )
     registry.register(
-        "openai", f"{here}.openai:OpenAITarget", defaults=server, options=("precisions",), usage="openai:URL"
+        "openai", f"{here}.openai:OpenAITarget", defaults=server, options=("precisions", "model"), usage="openai:URL"
     )
     registry.register(
         "cmd",
         f"{here}.cmd:CmdTarget",
         defaults=server,
-        options=("precisions",),
+        options=("precisions", "model"),
         usage="'cmd:SHELL LINE with {model} {port}'",
     )
     return registry

@@ -1,0 +1,412 @@
+"""``openai:URL``: a server that speaks the OpenAI completions API and already serves the checkpoint.
+
+Opening asks the server, with a few short completions, what it can do: token ids as prompts, log-probabilities of
+the prompt (`prompt_logprobs`, or `echo`), of the output, and how it counts tokens. A server shows itself through
+those alone, so what it cannot do is not asked for again.
+
+The key comes from ADAPT_API_KEY or OPENAI_API_KEY and is never printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_adapt.target.checked import checked_response
+from pytest_adapt.target.completions import Choice, Entry, Rows, output_entries, prompt_entries, read_choice
+from pytest_adapt.target.http import Answer, JsonClient, api_key
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, TopK, UnsupportedDeployment
+from pytest_adapt.target.tokenizer import Tokenizer, ids_of_strings, load_tokenizer
+
+if TYPE_CHECKING:
+    from pytest_adapt.target.registry import TargetSettings
+
+__all__ = ["OpenAITarget"]
+
+_PROBE = 12
+_LOGPROBS = (20, 5, 1)
+# Two answers to one question differ by rounding at most; a shifted row differs by whole nats.
+_SAME = 0.02
+_REFUSALS = (400, 404, 413, 422)
+_EXTRAS: Mapping[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """What the server was seen to understand."""
+
+    tokens: bool = True
+    """Prompts as token ids."""
+    extras: bool = True
+    """vLLM's additional fields are accepted."""
+    k: int = 0
+    """Log-probabilities per position that it gives; 0 none."""
+    prompt: str = ""
+    """How it shows the prompt: prompt_logprobs, echo, echo_after (entry i belongs to row i), or not at all."""
+
+    @property
+    def observables(self) -> frozenset[str]:
+        shown = {"text"}
+        if self.k:
+            shown.add("topk")
+        if self.prompt in ("prompt_logprobs", "echo"):
+            shown.add("score")
+        return frozenset(shown)
+
+
+@dataclass
+class _Served:
+    """The checkpoint as the judge sees it."""
+
+    directory: Path
+    vocab: int = 0
+    tokenizer: Tokenizer | None = None
+    strings: dict[str, int] = field(default_factory=dict)
+
+    def text_of(self, prompt: Sequence[int]) -> str:
+        """Text that the checkpoint's tokenizer turns into exactly ``prompt``. Raises ValueError where none does."""
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.directory)
+        text = self.tokenizer.decode(prompt)
+        if self.tokenizer.encode(text) != list(prompt):
+            raise ValueError("the server takes text only, and no text stands for exactly these token ids")
+        return text
+
+    def need_strings(self) -> None:
+        if not self.strings:
+            self.tokenizer = self.tokenizer or load_tokenizer(self.directory)
+            self.strings = ids_of_strings(self.tokenizer)
+
+
+class OpenAITarget:
+    """A running server as a target; shows score and top-k where it gives log-probabilities, else text."""
+
+    def __init__(self, argument: str, settings: TargetSettings) -> None:
+        self._settings = settings
+        self._client = JsonClient(argument, api_key(), settings.request_timeout)
+        self._who = f"server {self._client.url}"
+        self._dialect = _Dialect()
+        self._served = _Served(Path())
+        self._model = ""
+        self._ready = False
+
+    def open(self, deployment: Deployment) -> Info:
+        self.close()
+        self._check(deployment)
+        self._served = _Served(Path(deployment.model), vocab=_vocab_size(Path(deployment.model)))
+        listed = self._models()
+        entry = self._choose_model(listed, deployment)
+        self._model = str(entry.get("id", self._served.directory.name))
+        self._dialect = self._discover()
+        self._ready = True
+        limit = entry.get("max_model_len")
+        owner = str(entry.get("owned_by") or "server")
+        return Info(
+            name=owner if owner not in ("me", "library") else "openai",
+            version=self._version(),
+            kind="endpoint",
+            observables=self._dialect.observables,
+            token_prompts=self._dialect.tokens,
+            max_context=limit if isinstance(limit, int) else deployment.max_context,
+            vocab_size=self._served.vocab,
+            rounds="fused",
+            environment={
+                "url": self._client.url,
+                "prompts": "token ids" if self._dialect.tokens else "text",
+                "prompt_scores": self._dialect.prompt or "none",
+                "logprobs": str(self._dialect.k),
+            },
+        )
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Response]:
+        if not self._ready:
+            raise TargetError(f"{self._who}: not open")
+        pool = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="adapt-openai")
+        try:
+            yield from pool.map(self._answer, list(requests))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        self._ready = False
+
+    def _check(self, deployment: Deployment) -> None:
+        if deployment.layout != "single":
+            raise UnsupportedDeployment(
+                f"layout {deployment.layout}: a running server keeps the layout it was started with; cmd: starts one per layout"
+            )
+        declared = self._settings.options.get("precisions")
+        if declared and deployment.precision not in declared.split("+"):
+            raise UnsupportedDeployment(f"precision {deployment.precision}: the spec says precisions={declared}")
+        asked = [name for name, setting in deployment.features if setting]
+        if asked:
+            raise UnsupportedDeployment(f"feature {asked[0]}: a running server keeps the features it was started with")
+
+    def _models(self) -> list[Mapping[str, Any]]:
+        answer = self._client.get("/models", timeout=min(60.0, self._settings.request_timeout))
+        if answer.status == 404:
+            return []
+        if not answer.ok:
+            raise TargetError(f"{self._who}: GET /models answered {answer.status}: {answer.message}")
+        listed = answer.body.get("data")
+        if not isinstance(listed, list) or not all(isinstance(item, Mapping) and "id" in item for item in listed):
+            raise TargetError(
+                f"{self._who}: GET /models gave no list of models (keys: {', '.join(map(str, answer.body))})"
+            )
+        return listed
+
+    def _choose_model(self, listed: list[Mapping[str, Any]], deployment: Deployment) -> Mapping[str, Any]:
+        wanted = self._settings.options.get("model")
+        directory = Path(deployment.model)
+        if wanted:
+            return next((item for item in listed if item["id"] == wanted), {"id": wanted})
+        if len(listed) <= 1:
+            return listed[0] if listed else {}
+        named = [item for item in listed if item["id"] in (deployment.model, str(directory.resolve()), directory.name)]
+        if len(named) == 1:
+            return named[0]
+        names = ", ".join(str(item["id"]) for item in listed[:8])
+        raise TargetError(f"{self._who} serves {len(listed)} models ({names}); say which: openai[model=NAME]:URL")
+
+    def _version(self) -> str:
+        """vLLM says it at /version beside /v1; others do not."""
+        root = JsonClient(self._client.url.removesuffix("/v1"), api_key(), 10.0)
+        try:
+            answer = root.get("/version")
+        except TargetError:
+            return ""
+        return str(answer.body.get("version", "")) if answer.ok else ""
+
+    # Discovery -------------------------------------------------------------------------------------------------
+
+    def _discover(self) -> _Dialect:
+        """The richest dialect that the server answers sensibly."""
+        prompt = _probe_prompt(self._served.vocab)
+        said = ""
+        counted: int | None = None
+        for tokens, extras in ((True, True), (True, False), (False, True), (False, False)):
+            for k in (*_LOGPROBS, 0):
+                dialect = _Dialect(tokens, extras, k)
+                try:
+                    answer = self._complete(dialect, prompt, 1)
+                except ValueError as error:  # no text for this prompt
+                    said = str(error)
+                    break
+                if not answer.ok:
+                    said = f"{answer.status}: {answer.message}"
+                    continue
+                choice = read_choice(self._who, answer.body)
+                if choice.prompt_tokens != len(prompt):
+                    counted = choice.prompt_tokens
+                    break
+                return self._discover_prompt(replace(dialect, k=self._shown_k(choice, dialect)), prompt, choice)
+        if counted is not None:
+            raise TargetError(
+                f"{self._who}: counted {counted} prompt tokens where {len(prompt)} were sent; does it serve "
+                f"{self._served.directory} with that tokenizer, and without a begin token of its own?"
+            )
+        raise TargetError(f"{self._who}: refuses a completion of {len(prompt)} tokens ({said})")
+
+    def _shown_k(self, choice: Choice, dialect: _Dialect) -> int:
+        if not dialect.k:
+            return 0
+        entries = self._output(choice, dialect)
+        return dialect.k if entries and entries[0] is not None and entries[0].best else 0
+
+    def _discover_prompt(self, dialect: _Dialect, prompt: Sequence[int], alone: Choice) -> _Dialect:
+        if not dialect.k:
+            return dialect
+        if dialect.extras:
+            answer = self._complete(replace(dialect, prompt="prompt_logprobs"), prompt, 1)
+            if answer.ok and prompt_entries(self._who, read_choice(self._who, answer.body), len(prompt)):
+                return replace(dialect, prompt="prompt_logprobs")
+        answer = self._complete(replace(dialect, prompt="echo"), prompt, 1)
+        if not answer.ok:
+            return dialect
+        entries = self._output(read_choice(self._who, answer.body), dialect) or []
+        first = (self._output(alone, dialect) or [None])[0]
+        if first is None or len(entries) < len(prompt):
+            return dialect
+        if len(entries) > len(prompt) and _same(entries[len(prompt)], first):
+            return replace(dialect, prompt="echo")
+        if _same(entries[len(prompt) - 1], first):
+            return replace(dialect, prompt="echo_after")
+        return dialect
+
+    # Requests --------------------------------------------------------------------------------------------------
+
+    def _complete(self, dialect: _Dialect, prompt: Sequence[int], new: int, request: Request | None = None) -> Answer:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt) if dialect.tokens else self._served.text_of(prompt),
+            "max_tokens": max(1, new),
+            "temperature": 0,
+            "stream": False,
+        }
+        if dialect.extras:
+            body.update(_EXTRAS)
+        if dialect.k:
+            body["logprobs"] = dialect.k
+        if dialect.prompt == "prompt_logprobs":
+            body["prompt_logprobs"] = dialect.k
+        elif dialect.prompt:
+            body["echo"] = True
+        if request is not None:
+            self._add_sampling(body, dialect, request)
+        return self._client.post("/completions", body)
+
+    def _add_sampling(self, body: dict[str, Any], dialect: _Dialect, request: Request) -> None:
+        sampling = request.sampling
+        body["temperature"] = sampling.temperature
+        if sampling.temperature:
+            body["seed"] = sampling.seed
+            body["top_p"] = sampling.top_p
+            if sampling.top_k:
+                body["top_k"] = sampling.top_k
+        if dialect.extras:
+            body["ignore_eos"] = request.ignore_eos
+            if request.stop:
+                body["stop_token_ids"] = list(request.stop)
+
+    def _answer(self, request: Request) -> Response:
+        asked = self._asked(request)
+        who = f"{self._who}: request {request.id!r}"
+        started = time.perf_counter()
+        try:
+            answer = self._complete(asked, request.prompt, request.max_new_tokens, request)
+        except ValueError as error:
+            return Response(request.id, len(request.prompt), finish="abort", error=str(error))
+        seconds = time.perf_counter() - started
+        if answer.status in _REFUSALS:
+            return Response(request.id, len(request.prompt), finish="abort", error=f"{answer.status}: {answer.message}")
+        if not answer.ok:
+            raise TargetError(f"{who}: answered {answer.status}: {answer.message}")
+        choice = read_choice(who, answer.body)
+        return checked_response(who, self._response(who, request, asked, choice, seconds), request)
+
+    def _asked(self, request: Request) -> _Dialect:
+        """The server's dialect without what this request does not want."""
+        dialect = self._dialect
+        k = min(dialect.k, request.topk) if request.want & {"topk", "score"} else 0
+        if k and "topk" not in request.want:
+            k = 1
+        if not k and dialect.k and not dialect.extras:
+            k = 1  # the only way to see generated token ids
+        rows = bool(request.want & {"topk", "score"})
+        wanted_rows = rows and request.first_row < len(request.prompt) - 1
+        return replace(dialect, k=k, prompt=dialect.prompt if wanted_rows else "")
+
+    def _response(self, who: str, request: Request, asked: _Dialect, choice: Choice, seconds: float) -> Response:
+        length = len(request.prompt)
+        base = Response(request.id, choice.prompt_tokens, seconds=seconds, cached_tokens=choice.cached_tokens)
+        base.text = choice.text
+        if asked.prompt.startswith("echo") and not asked.tokens:
+            base.text = choice.text[len(self._served.text_of(request.prompt)) :]
+        sent = choice.prompt_token_ids
+        if choice.prompt_tokens != length or (sent is not None and sent != request.prompt):
+            if choice.prompt_tokens == length:
+                return replace(base, error="the server tokenised the prompt into other ids than were sent")
+            return base  # rows would be misaligned: the count says it all
+        entries = self._output(choice, asked)
+        output = entries[length:] if entries is not None and asked.prompt.startswith("echo") else entries
+        tokens = self._generated(choice, output)
+        if request.max_new_tokens:
+            base.tokens = tokens[: request.max_new_tokens]
+            base.finish = "stop" if choice.finish == "stop" or (tokens and tokens[-1] in request.stop) else "length"
+        if not asked.k or entries is None:
+            return base
+        rows = Rows(length + max(0, len(base.tokens) - 1), asked.k)
+        self._fill(who, rows, asked, choice, entries, (*request.prompt, *tokens))
+        first = 0 if asked.prompt else length - 1
+        base.first_row = first
+        if "topk" in request.want:
+            base.topk = TopK(rows.topk.ids[first:], rows.topk.logprobs[first:])
+        if "score" in request.want and asked.prompt in ("prompt_logprobs", "echo"):
+            rows.scores[-1] = math.nan  # the token after the last row was never fed
+            base.scores = rows.scores[first:]
+        return base
+
+    def _fill(
+        self,
+        who: str,
+        rows: Rows,
+        asked: _Dialect,
+        choice: Choice,
+        entries: list[Entry | None],
+        sequence: Sequence[int],
+    ) -> None:
+        length = choice.prompt_tokens
+        if asked.prompt == "echo_after":
+            for row, entry in enumerate(entries):
+                rows.put(row, entry if row else None, score=False)
+            return
+        offset = 0
+        if asked.prompt == "prompt_logprobs":
+            for position, entry in enumerate(prompt_entries(who, choice, length) or []):
+                if entry is not None:
+                    token = sequence[position]
+                    if token not in entry.best:
+                        raise TargetError(f"{who}: prompt_logprobs[{position}] lacks the prompt's own token {token}")
+                    rows.put(position - 1, replace(entry, logprob=entry.best[token]))
+        if asked.prompt != "echo":
+            offset = length
+        for position, entry in enumerate(entries):
+            rows.put(offset + position - 1, entry)
+
+    def _output(self, choice: Choice, dialect: _Dialect) -> list[Entry | None] | None:
+        given = choice.body.get("logprobs")
+        if given is None:
+            return None
+        if not self._served.strings and not _names_ids(given):
+            self._served.need_strings()
+        return output_entries(self._who, choice, self._served.strings)
+
+    def _generated(self, choice: Choice, entries: list[Entry | None] | None) -> tuple[int, ...]:
+        if choice.token_ids is not None:
+            return choice.token_ids
+        if entries is not None:
+            return tuple(entry.token if entry is not None else -1 for entry in entries)
+        try:
+            self._served.tokenizer = self._served.tokenizer or load_tokenizer(self._served.directory)
+            return tuple(self._served.tokenizer.encode(choice.text))
+        except (TargetError, ValueError):
+            return ()  # the text alone is shown
+
+
+def _names_ids(logprobs: object) -> bool:
+    tokens = logprobs.get("tokens") if isinstance(logprobs, Mapping) else None
+    return isinstance(tokens, list) and all(isinstance(text, str) and text.startswith("token_id:") for text in tokens)
+
+
+def _same(one: Entry | None, other: Entry | None) -> bool:
+    """Whether two entries are one distribution: shared candidates agree, and most are shared."""
+    if one is None or other is None or not one.best or not other.best:
+        return False
+    shared = one.best.keys() & other.best.keys()
+    near = all(abs(one.best[token] - other.best[token]) <= _SAME for token in shared)
+    return near and 2 * len(shared) >= min(len(one.best), len(other.best))
+
+
+def _probe_prompt(vocab: int) -> tuple[int, ...]:
+    """Distinct ordinary ids, away from both ends of the vocabulary."""
+    return tuple(3 + 5 * i % max(1, vocab - 12) for i in range(_PROBE))
+
+
+def _vocab_size(directory: Path) -> int:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{path} cannot be read: {error}; a model is a checkpoint directory") from error
+    size = (
+        config.get("vocab_size", config.get("text_config", {}).get("vocab_size")) if isinstance(config, dict) else None
+    )
+    if not isinstance(size, int) or size < 1:
+        raise TargetError(f"{path} has no vocab_size")
+    return size
