@@ -161,7 +161,7 @@ class Record:
         stored = self.topk_logprobs.astype(np.float32)
         step = np.spacing(np.abs(stored)).astype(np.float64)
         residual = np.clip(np.rint((self.topk_logprobs - stored) / step * _RESIDUAL), -126, 126)
-        tensors = {
+        tensors: dict[str, np.ndarray] = {
             "tokens": self.tokens.astype(np.int32),
             "positions": self.positions.astype(np.int32),
             "lse": self.lse.astype(np.float64),

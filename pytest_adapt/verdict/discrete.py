@@ -30,7 +30,8 @@ def row_error(errors: np.ndarray) -> np.ndarray:
         largest = largest.reshape(len(largest), -1).max(axis=1)
     if not len(largest):
         return largest
-    return np.maximum(largest, np.sqrt(np.mean(largest**2)))
+    bound: np.ndarray = np.maximum(largest, np.sqrt(np.mean(largest**2)))
+    return bound
 
 
 def near_tie(margin: np.ndarray | float, error: np.ndarray | float) -> np.ndarray:

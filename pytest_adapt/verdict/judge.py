@@ -307,7 +307,7 @@ class Judge:
         listed = np.nan_to_num(error[certified][:, :-1])
         divergence = np.sum(np.exp(record.topk_logprobs[part]) * divergence_terms(listed), axis=1)
         self._pool("kl", shown.observable, _quadratic(prompt, record, part, divergence, emulation.kl[part]))
-        if shown.projections is not None and shown.norm is not None:
+        if shown.projections is not None and reference.projections is not None:
             gap = _cosine_gap(shown, reference)[certified]
             self._pool("cosine", shown.observable, _quadratic(prompt, record, part, gap, emulation.gap[part]))
         matches = self._matches.setdefault(("token_match", shown.observable), _Matches())

@@ -46,14 +46,16 @@ def reference_view(record: Record, rows: np.ndarray) -> View:
     """The record's own answer at ``rows`` (indices into its positions)."""
     listed = record.topk_logprobs[rows]
     whole = record.topk_ids.shape[1] >= record.vocab
+    # A record made from another target's top-k lists has no projections.
+    sketched = bool(np.isfinite(record.norm[rows]).all())
     return View(
         observable="",
         listed=listed,
         tail=np.full(len(rows), -np.inf),
         beyond=np.full(len(rows), -np.inf) if whole else listed[:, -1],
         best=record.topk_ids[rows, 0].astype(np.int64),
-        projections=np.asarray(record.projections[rows], np.float64),
-        norm=np.asarray(record.norm[rows], np.float64),
+        projections=np.asarray(record.projections[rows], np.float64) if sketched else None,
+        norm=np.asarray(record.norm[rows], np.float64) if sketched else None,
     )
 
 
@@ -126,7 +128,7 @@ def _response_rows(response: Response, observable: str, record: Record, rows: np
     }[observable]
     if array is None:
         raise Problem("shown", f"{observable} was not shown")
-    at = record.positions[rows].astype(np.int64) - response.first_row
+    at: np.ndarray = record.positions[rows].astype(np.int64) - response.first_row
     count = len(np.asarray(array))
     missing = np.flatnonzero((at < 0) | (at >= count))
     if len(missing):
