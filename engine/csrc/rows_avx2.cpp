@@ -34,6 +34,19 @@ struct Avx2 {
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
     }
+    Avx2 negated() const { return {_mm256_xor_ps(value, _mm256_set1_ps(-0.0f))}; }
+    Avx2 exp() const { return exp_of(*this); }
+    // Operand order matters: min and max give their second operand where one is NaN, and NaN must survive.
+    Avx2 clamp(float low, float high) const {
+        return {_mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), value))};
+    }
+    Avx2 nearest() const { return {_mm256_round_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    Avx2 times_pow2(Avx2 n) const {
+        const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.value), _mm256_set1_epi32(127));
+        return {_mm256_mul_ps(value, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)))};
+    }
+    static Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return {_mm256_fmadd_ps(a.value, b.value, c.value)}; }
+    friend Avx2 operator/(Avx2 a, Avx2 b) { return {_mm256_div_ps(a.value, b.value)}; }
     friend Avx2 operator+(Avx2 a, Avx2 b) { return {_mm256_add_ps(a.value, b.value)}; }
     friend Avx2 operator*(Avx2 a, Avx2 b) { return {_mm256_mul_ps(a.value, b.value)}; }
 };

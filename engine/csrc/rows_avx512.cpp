@@ -19,6 +19,16 @@ struct Avx512 {
     template <class T> void store_tail(T *p, std::size_t n) const;
     template <class T> Avx512 round() const;
     float sum() const { return _mm512_reduce_add_ps(value); }
+    Avx512 negated() const { return {_mm512_xor_ps(value, _mm512_set1_ps(-0.0f))}; }
+    Avx512 exp() const { return exp_of(*this); }
+    // Operand order matters: min and max give their second operand where one is NaN, and NaN must survive.
+    Avx512 clamp(float low, float high) const {
+        return {_mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), value))};
+    }
+    Avx512 nearest() const { return {_mm512_roundscale_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    Avx512 times_pow2(Avx512 n) const { return {_mm512_scalef_ps(value, n.value)}; }
+    static Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return {_mm512_fmadd_ps(a.value, b.value, c.value)}; }
+    friend Avx512 operator/(Avx512 a, Avx512 b) { return {_mm512_div_ps(a.value, b.value)}; }
     friend Avx512 operator+(Avx512 a, Avx512 b) { return {_mm512_add_ps(a.value, b.value)}; }
     friend Avx512 operator*(Avx512 a, Avx512 b) { return {_mm512_mul_ps(a.value, b.value)}; }
 };

@@ -1,6 +1,6 @@
 // The row kernels once, over a vector type V that each translation unit supplies:
-//   V::width, V::zero(), V::set(float), V::load<T>(p), V::store<T>(p, v), V::round<T>(v), arithmetic, V::sum(v),
-//   V::silu(v); load_tail and store_tail treat the last n < width elements.
+//   width, zero, set, load<T>, store<T>, round<T>, + * /, negated, sum, exp; load_tail and store_tail treat the last
+//   n < width elements of a row.
 // Everything has internal linkage: the same names exist under other instruction sets in other files.
 #pragma once
 
@@ -36,21 +36,37 @@ void rms_norm_row(const T *x, const T *weight, T *out, std::size_t width, float 
     }
 }
 
-// The exponential is the C library's in every instruction set: the product is rounded once per element anyway.
+// exp(x) = 2^n * p(r), n = round(x / ln 2), |r| <= ln 2 / 2; ln 2 in two parts and the degree-5 minimax polynomial
+// are those of Cephes' expf (S. Moshier). V supplies clamp, nearest, times_pow2 and multiply-add.
+template <class V>
+V exp_of(V x) {
+    x = x.clamp(-87.3f, 88.3f);
+    const V n = (x * V::set(1.44269504088896341f)).nearest();
+    const V r = V::fma(n, V::set(2.12194440e-4f), V::fma(n, V::set(-0.693359375f), x));
+    V p = V::set(1.9875691500e-4f);
+    p = V::fma(p, r, V::set(1.3981999507e-3f));
+    p = V::fma(p, r, V::set(8.3334519073e-3f));
+    p = V::fma(p, r, V::set(4.1665795894e-2f));
+    p = V::fma(p, r, V::set(1.6666665459e-1f));
+    p = V::fma(p, r, V::set(5.0000001201e-1f));
+    p = V::fma(p, r * r, r + V::set(1.0f));
+    return p.times_pow2(n);
+}
+
+template <class V>
+V silu_times(V gate, V up) {
+    return gate / (V::set(1.0f) + gate.negated().exp()) * up;
+}
+
 template <class V, class T>
 void swiglu_row(const T *gate, const T *up, T *out, std::size_t width) {
-    alignas(64) float g[V::width];
-    for (std::size_t i = 0; i < width; i += V::width) {
-        const std::size_t n = width - i < V::width ? width - i : V::width;
-        const bool full = n == V::width;
-        const V vg = full ? V::template load<T>(gate + i) : V::template load_tail<T>(gate + i, n);
-        const V vu = full ? V::template load<T>(up + i) : V::template load_tail<T>(up + i, n);
-        vg.template store<float>(g);
-        for (std::size_t j = 0; j < V::width; ++j) g[j] = g[j] / (1.0f + std::exp(-g[j]));
-        const V product = V::template load<float>(g) * vu;
-        if (full) product.template store<T>(out + i);
-        else product.template store_tail<T>(out + i, n);
-    }
+    const std::size_t whole = width / V::width * V::width;
+    const std::size_t tail = width - whole;
+    for (std::size_t i = 0; i < whole; i += V::width)
+        silu_times(V::template load<T>(gate + i), V::template load<T>(up + i)).template store<T>(out + i);
+    if (tail)
+        silu_times(V::template load_tail<T>(gate + whole, tail), V::template load_tail<T>(up + whole, tail))
+            .template store_tail<T>(out + whole, tail);
 }
 
 struct BF16 { std::uint16_t bits; };

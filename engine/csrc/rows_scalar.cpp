@@ -45,8 +45,11 @@ struct Scalar {
         return load<T>(&kept);
     }
     float sum() const { return value; }
+    Scalar negated() const { return {-value}; }
+    Scalar exp() const { return {std::exp(value)}; }
     friend Scalar operator+(Scalar a, Scalar b) { return {a.value + b.value}; }
     friend Scalar operator*(Scalar a, Scalar b) { return {a.value * b.value}; }
+    friend Scalar operator/(Scalar a, Scalar b) { return {a.value / b.value}; }
 };
 
 template <> Scalar Scalar::load<float>(const float *p) { return {*p}; }

@@ -19,7 +19,7 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     ops, tap = step.ops, step.tap
     q = _query(step, spec, weights, x)
     kv = ops.linear(x, weights["attn.kv_a.weight"], weights.get("attn.kv_a.bias"))
-    latent = ops.rms_norm(kv[:, : spec.kv_lora].contiguous(), weights["attn.kv_a_norm"], spec.norm_eps)
+    latent = ops.rms_norm(kv[:, : spec.kv_lora], weights["attn.kv_a_norm"], spec.norm_eps)
     if tap:
         tap("attn.kv_a", kv)
         tap("attn.kv_a_norm", latent)

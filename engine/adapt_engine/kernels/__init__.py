@@ -22,7 +22,7 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
     route(logits, selection_bias, spec) -> Routing         (scores, selection, ids ascending, weights); spec MoESpec
     experts(x, ids, weights, gate_w, up_w, down_w, tap) -> [T, h]
                                                            gate_w, up_w [E, inter, h], down_w [E, h, inter];
-                                                           tap(name, tensor) or None
+                                                           tap(name, tensor) or None; made of linear and swiglu
     shared_combine(routed, shared) -> [T, h]
     add(residual, x) -> [T, h]                             residual connection
     lm_head(x, weight) -> float32 [T, V]

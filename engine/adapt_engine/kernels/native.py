@@ -41,6 +41,13 @@ def isa(module: ModuleType) -> str:
     return asked
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a matrix of its last axis; copied only where rows are not dense or not evenly apart."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def offers() -> list[Implementation]:
     """Native implementations, empty where the extension is not built."""
     module = load()
@@ -51,17 +58,12 @@ def offers() -> list[Implementation]:
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
-        width = x.shape[-1]
-        rows = x if x.is_contiguous() else x.contiguous()
-        module.rms_norm(rows.view(-1, width), weight, out.view(-1, width), eps, code)
+        module.rms_norm(_rows(x), weight, _rows(out), eps, code)
         return out
 
     def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = torch.empty(gate.shape, dtype=gate.dtype)
-        width = gate.shape[-1]
-        module.swiglu(
-            gate.contiguous().view(-1, width), up.contiguous().view(-1, width), out.view(-1, width), code
-        )
+        module.swiglu(_rows(gate), _rows(up), _rows(out), code)
         return out
 
     every = frozenset({torch.float32, torch.bfloat16, torch.float16})

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import AttentionSpec, MoESpec, RopeSpec
-from .registry import Implementation, Routing
+from .registry import Implementation, Ops, Routing
 from .sampling import sample
 
 __all__ = ["offers"]
@@ -188,8 +188,8 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def make_experts(matmul: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The ``experts`` op over a given matrix product."""
+def make_experts(ops: Ops) -> Callable[..., torch.Tensor]:
+    """The ``experts`` op over the ``linear`` and ``swiglu`` ops of the same registry."""
 
     def experts(
         x: torch.Tensor,
@@ -216,9 +216,9 @@ def make_experts(matmul: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | No
             where = order[start : start + count]
             start += count
             chosen = x[where // slots]
-            gate, up = matmul(chosen, gate_w[expert], None), matmul(chosen, up_w[expert], None)
-            act = swiglu(gate, up)
-            down[where] = matmul(act, down_w[expert], None)
+            gate, up = ops.linear(chosen, gate_w[expert], None), ops.linear(chosen, up_w[expert], None)
+            act = ops.swiglu(gate, up)
+            down[where] = ops.linear(act, down_w[expert], None)
             if kept:
                 kept["gate"][where], kept["up"][where], kept["act"][where] = gate, up, act
         down = down.view(rows, slots, -1)
@@ -271,12 +271,11 @@ def offers() -> list[Implementation]:
         ("swiglu", swiglu, every, rowwise),
         ("router_logits", router_logits, every, frozenset()),
         ("route", route, every, frozenset()),
-        ("experts", make_experts(linear), every - half, frozenset()),
-        ("experts", make_experts(linear_upcast), half, frozenset()),
         ("shared_combine", shared_combine, every, rowwise),
         ("add", add, every, rowwise),
         ("lm_head", lm_head, every - half, frozenset()),
         ("lm_head", lm_head_upcast, half, frozenset()),
         ("sample", sample, every, rowwise),
     ]
-    return [Implementation(op, "reference", call, dtypes, traits) for op, call, dtypes, traits in table]
+    plain = [Implementation(op, "reference", call, dtypes, traits) for op, call, dtypes, traits in table]
+    return [*plain, Implementation("experts", "reference", make_experts, every, composite=True)]

@@ -63,6 +63,8 @@ class Implementation:
     """batch_invariant: a row's bits do not depend on the other rows; layout_invariant: nor on sharding."""
     priority: int = 0
     """The largest one that serves the request wins; reference implementations have 0."""
+    composite: bool = False
+    """``call(ops)`` makes the op from the other ops of the registry."""
 
 
 class Ops:
@@ -138,7 +140,8 @@ class KernelRegistry:
         return max(fit, key=lambda offer: offer.priority)
 
     def _bind(self, op: str) -> None:
-        call = self._chosen[op].call
+        chosen = self._chosen[op]
+        call = chosen.call(self.ops) if chosen.composite else chosen.call
         for wrapper in self._wrappers[op]:
             call = wrapper(call)
         setattr(self.ops, op, call)
