@@ -90,7 +90,7 @@ class Oracle:
             if layer_of(name)[1] in UNRECORDED:
                 raise OracleError(f"forced {name}: scores and probs pass in row blocks; force attn.context instead")
         trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
-        run = _Run(self.spec, Numerics(self.checkpoint, self.spec.architecture, rounding, record, given), given, trace)
+        run = _Run(self.spec, Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given), given, trace)
         # An emulation may overflow as the real engine would: infinities and NaN are its result, not a warning.
         with np.errstate(all="ignore"):
             run.forward(ids, None if rows is None else np.asarray(rows, np.int64))

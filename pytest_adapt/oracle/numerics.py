@@ -6,12 +6,11 @@ table says (`rounding`), and for fp32 sums run term by term. Blocks are written 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ..sites import UNRECORDED, layer_of, matches
-from .checkpoint import Checkpoint
 from .errors import OracleError
 from .rounding import Rounding
 
@@ -22,7 +21,7 @@ _BLOCK = 1 << 15
 
 
 class Numerics:
-    """One run's arithmetic and its record of named values.
+    """One run's arithmetic and its record of named values. ``weight`` gives a stored weight by name.
 
     ``sites`` gets values whose full name matches a pattern of ``record``. A name in ``forced`` stores the run's
     own value in ``own`` and goes on with the given one, so that an error never travels past a forced site.
@@ -30,13 +29,13 @@ class Numerics:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        weight: Callable[[str], np.ndarray],
         architecture: str,
         rounding: Rounding | None = None,
         record: tuple[str, ...] = (),
         forced: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._weight = weight
         self._architecture = architecture
         self._rounding = rounding
         self._record = record
@@ -68,7 +67,7 @@ class Numerics:
 
     def parameter(self, name: str) -> np.ndarray:
         """A weight in the precision of the deployment."""
-        return self.inner(f"parameter.{name}", self._checkpoint.tensor(name).astype(self.dtype, copy=False))
+        return self.inner(f"parameter.{name}", self._weight(name).astype(self.dtype, copy=False))
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Batched matrix product [..., m, K] x [..., K, n]; leading dimensions are equal."""
