@@ -301,18 +301,23 @@ class _Trace(Protocol):
 
 
 def make_record(
-    oracle: Any, key: RecordKey, tokens: Iterable[int], precisions: Iterable[str], source: str = "oracle"
+    oracle: Any,
+    key: RecordKey,
+    tokens: Iterable[int],
+    precisions: Iterable[str],
+    boundaries: Iterable[int] = (),
 ) -> Record:
     """Run the oracle and, following its experts, the emulation of each precision; keep sketches of both.
 
-    ``oracle`` is a `pytest_adapt.oracle.Oracle`. Raises RecordError for an empty prompt.
+    ``oracle`` is a `pytest_adapt.oracle.Oracle`; ``boundaries`` are positions to keep besides those of the model.
+    Raises RecordError for an empty prompt.
     """
     from pytest_adapt.oracle import Rounding
 
     sequence = np.asarray(tuple(tokens), np.int32)
     if not len(sequence):
         raise RecordError(f"prompt {key.prompt}: no tokens; a record needs at least one")
-    positions = positions_of(len(sequence), oracle.spec.boundaries())
+    positions = positions_of(len(sequence), (*oracle.spec.boundaries(), *boundaries))
     exact: _Trace = oracle.run(tuple(int(t) for t in sequence), rows=positions)
     logits = np.asarray(exact.logits, np.float64)
     if not np.isfinite(logits).all():
@@ -344,7 +349,6 @@ def make_record(
         margin=(np.min(margins, axis=0) if margins else np.full(len(positions), np.inf)).astype(np.float32),
         expert_ids={layer: np.asarray(chosen)[positions].astype(np.uint16) for layer, chosen in exact.ids.items()},
         errors=errors,
-        source=source,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_adapt.oracle import Oracle
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["GoldenProblem", "GoldenReference", "OracleReference", "Reference", "TargetReference"]
+__all__ = ["GoldenProblem", "GoldenReference", "OracleReference", "Reference", "TargetReference", "carriers"]
 
 
 class GoldenProblem(Exception):
@@ -36,7 +37,7 @@ class GoldenProblem(Exception):
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = self.adapt_status = status
 
 
 class Reference(Protocol):
@@ -113,6 +114,18 @@ class OracleReference:
         return record
 
 
+def carriers(prompts: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Prompt -> the prompt whose record serves it: the longest one that starts with the same tokens.
+
+    No row depends on later tokens, so the lengths around a boundary share the record of the longest of them.
+    """
+    longest = sorted(prompts, key=lambda name: (-len(prompts[name]), name))
+    return {
+        name: next(one for one in longest if tuple(prompts[one][: len(tokens)]) == tuple(tokens))
+        for name, tokens in prompts.items()
+    }
+
+
 @dataclass
 class GoldenReference:
     """Stored records of one model, checked against what the model is now; the live oracle for other sequences.
@@ -142,13 +155,18 @@ class GoldenReference:
     def record(self, prompt: str, tokens: Sequence[int]) -> Record:
         if self.mode == "off":
             raise GoldenProblem("unchecked", "goldens are off (--adapt-goldens=off): nothing to compare with")
-        whole = tuple(self.prompts.get(prompt, ()))
+        carrier = self._carriers.get(prompt, "")
+        whole = tuple(self.prompts.get(carrier, ()))
         if not whole or tuple(tokens) != whole[: len(tokens)]:
             return self.live.record(prompt, tokens)
-        if prompt not in self._kept:
-            self._kept[prompt] = self._stored(prompt, whole)
-        record = self._kept[prompt]
+        if carrier not in self._kept:
+            self._kept[carrier] = self._stored(carrier, whole)
+        record = self._kept[carrier]
         return record if len(tokens) == len(whole) else record.prefix(len(tokens))
+
+    @cached_property
+    def _carriers(self) -> dict[str, str]:
+        return carriers(self.prompts)
 
     def _stored(self, prompt: str, tokens: Sequence[int]) -> Record:
         key = self.live.key(prompt, tokens, self.spec_hash)
@@ -169,7 +187,8 @@ class GoldenReference:
     def _proposed(self, key: RecordKey, tokens: Sequence[int], old: Record | None) -> Record:
         from pytest_adapt.golden.diff import invisible
 
-        record = replace(self.live.record(key.prompt, tokens), key=key)
+        inside = [len(self.prompts[name]) for name, carrier in self._carriers.items() if carrier == key.prompt]
+        record = make_record(self.live.oracle, key, tokens, self.live.precisions, inside)
         if old is not None and old.key == key and invisible(old, record):
             return old
         if self.propose is not None:

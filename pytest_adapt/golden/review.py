@@ -1,0 +1,184 @@
+"""Pending records: what a run proposes, how it differs from what is stored, and who takes it in.
+
+A run never writes into a store. It leaves a pending record below ``.adapt/pending``; a person looks at the
+difference and accepts or rejects it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.golden.diff import BUCKETS, RecordDiff, compare
+from pytest_adapt.golden.record import Record, RecordError
+from pytest_adapt.golden.reference import observed_values
+from pytest_adapt.golden.store import SUFFIX, Store
+from pytest_adapt.target.protocol import Response
+
+__all__ = ["Pending", "ReviewError", "accept", "list_pending", "propose", "propose_observed", "reject", "table"]
+
+# More than this share of a store at once is a change of everything, not of something.
+_MANY = 0.2
+
+
+class ReviewError(Exception):
+    """An acceptance is refused; the message is one line with the option that allows it."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A proposed record and why it is proposed."""
+
+    path: Path
+    record_id: str
+    kind: str
+    """new (there was none), update (the reference changed) or observed (a target's answers differ from it)."""
+    case: str = ""
+    reason: str = ""
+    run_had_errors: bool = False
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Record:
+        """The proposed record. Raises RecordError."""
+        return Record.load(self.path)
+
+
+def propose(
+    folder: Path, record: Record, kind: str, case: str = "", reason: str = "", provenance: dict[str, Any] | None = None
+) -> Pending:
+    """Write a pending record, and beside it why; one pair for each record and case, replaced in one step."""
+    digest = hashlib.sha256(case.encode()).hexdigest()[:12]
+    path = folder / f"{record.key.id}.{digest}{SUFFIX}"
+    record.save(path)
+    pending = Pending(path, record.key.id, kind, case, reason, provenance=provenance or {})
+    _write_note(pending)
+    return pending
+
+
+def propose_observed(folder: Path, record: Record, response: Response, target: str, case: str, detail: str) -> Pending:
+    """Keep what a target answered where it differs from ``record``, for the reviewer.
+
+    It has the record's budgets and the target's values. Raises RecordError where the answer has none.
+    """
+    tokens = tuple(int(token) for token in record.tokens)
+    values = observed_values(f"target {target}", response, tokens, record.positions, record.vocab)
+    return propose(folder, replace(record, source=f"target {target}", **values), "observed", case, detail)
+
+
+def list_pending(folder: Path) -> list[Pending]:
+    """Every pending record, by record id. Raises RecordError for a note that cannot be read."""
+    found = []
+    for note in sorted(folder.glob("*.json")):
+        try:
+            raw = json.loads(note.read_text(encoding="utf-8"))
+            found.append(Pending(path=note.with_suffix(SUFFIX), **raw))
+        except (OSError, ValueError, TypeError) as error:
+            raise RecordError(f"{note}: not the note of a pending record ({error}); delete it") from error
+    return found
+
+
+def difference(store: Store, pending: Pending) -> RecordDiff | None:
+    """How a pending record differs from the stored one; None when there is none that can be read."""
+    path = store.path(pending.record_id)
+    if not path.exists():
+        return None
+    try:
+        return compare(Record.load(path), pending.record)
+    except RecordError:
+        return None
+
+
+def table(store: Store, every: Sequence[Pending]) -> list[str]:
+    """Markdown for the reviewer: one block a record, then how often differences of each size occur."""
+    lines: list[str] = []
+    counts = np.zeros(len(BUCKETS) + 1, np.int64)
+    for pending in every:
+        found = difference(store, pending)
+        head = f"- **{pending.record_id}** ({pending.kind})"
+        lines.append(
+            head
+            + (f", case `{pending.case}`" if pending.case else "")
+            + (f": {pending.reason}" if pending.reason else "")
+        )
+        if found is None:
+            record = pending.record
+            lines.append(
+                f"    - new: {len(record.tokens)} tokens, {', '.join(record.precisions)}; from {record.source}"
+            )
+            continue
+        lines += [f"    - {line}" for line in found.lines()[:8]] or ["    - no difference"]
+        for array in found.arrays:
+            counts += np.array(array.buckets)
+    if counts.any():
+        names = ["== 0", *(f"< {bound:g}" for bound in BUCKETS[1:]), f">= {BUCKETS[-1]:g}"]
+        cells = ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
+        lines.append(f"- differences by size over all arrays: {cells}")
+    return lines
+
+
+def accept(
+    store: Store,
+    chosen: Sequence[Pending],
+    provenance: dict[str, Any],
+    *,
+    allow_structure: bool = False,
+    allow_many: bool = False,
+    allow_observed: bool = False,
+    allow_dirty: bool = False,
+) -> list[str]:
+    """Take pending records into the store; returns what happened to each. Raises ReviewError before anything is written."""
+    by_record: dict[str, Pending] = {}
+    for pending in chosen:
+        if pending.record_id in by_record:
+            raise ReviewError(f"{pending.record_id} is pending from two cases; accept one by its file name")
+        by_record[pending.record_id] = pending
+    if provenance.get("dirty") and not allow_dirty:
+        raise ReviewError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
+    for pending in chosen:
+        if pending.run_had_errors:
+            raise ReviewError(f"{pending.record_id}: the run that proposed it had errors; run it again")
+        if pending.kind == "observed" and not allow_observed:
+            raise ReviewError(
+                f"{pending.record_id}: these are a target's answers, which the reference contradicts; find out which is "
+                "wrong, then --allow-observed (the record stops being a reference)"
+            )
+        found = difference(store, pending)
+        if found is not None and found.structure and not allow_structure:
+            raise ReviewError(
+                f"{pending.record_id}: structure changes ({found.structure[0]}); --allow-structure if meant"
+            )
+    changing = [pending for pending in chosen if pending.record_id in store.entries]
+    if len(changing) > max(1, _MANY * len(store.entries)) and not allow_many:
+        raise ReviewError(
+            f"{len(changing)} of {len(store.entries)} records would change at once; --allow-many if all of them should"
+        )
+    outcome = []
+    for pending in chosen:
+        result = store.write(pending.record, {**provenance, **pending.provenance, "proposed": pending.reason})
+        outcome.append(f"{pending.record_id}: {result}")
+        reject([pending])
+    return outcome
+
+
+def reject(chosen: Iterable[Pending]) -> None:
+    """Delete pending records."""
+    for pending in chosen:
+        pending.path.unlink(missing_ok=True)
+        pending.path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _write_note(pending: Pending) -> None:
+    note = asdict(pending)
+    del note["path"]
+    path = pending.path.with_suffix(".json")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(note, sort_keys=True, indent=1), encoding="utf-8")
+    partial.replace(path)
