@@ -34,15 +34,11 @@ def verify(store: Store, expected: Mapping[str, RecordKey], partial: bool = Fals
     for record_id in sorted((store.entries.keys() | store.files().keys()) - expected.keys()):
         found += _unexpected(store, record_id)
         if not partial:
-            reason = (
-                f"{record_id} belongs to no model and prompt of the catalogue; python -m pytest_adapt goldens prune"
-            )
+            reason = f"{record_id} is of no model and prompt of the catalogue; python -m pytest_adapt goldens prune"
             found.append(Finding("orphan", record_id, reason))
     for record_id, entry in sorted(store.entries.items()):
         if entry.get("kind") == "reference" and not (entry.get("provenance") or {}).get("witness"):
-            reason = (
-                f"{record_id} has no second witness; python -m pytest_adapt goldens make with transformers installed"
-            )
+            reason = f"{record_id} has no second witness; make it again with transformers installed"
             found.append(Finding("unwitnessed", record_id, reason))
     return found
 

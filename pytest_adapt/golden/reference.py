@@ -6,7 +6,7 @@ A reference answers `record(prompt, tokens)` for any token sequence. It never sa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +58,7 @@ class Reference(Protocol):
 class OracleReference:
     """The live oracle of a checkpoint directory; records are kept in memory and under ``cache``.
 
-    ``precisions`` are those whose budgets the records must carry. A cached record is found by the digests of
+    ``precisions`` are those whose budgets may be asked for. A cached record is found by the digests of
     weights, configuration, tokens and of the code that made it.
     """
 
@@ -90,28 +90,55 @@ class OracleReference:
         )
 
     def record(self, prompt: str, tokens: Sequence[int]) -> Record:
+        """The record; the emulation of a precision runs when its budgets are first asked for."""
         digest = tokens_digest(tokens)
-        record = self._kept.get(digest)
-        if record is None:
-            record = self._kept[digest] = self._cached(prompt, tokens, digest)
+        if digest not in self._kept:
+            record = self._cached(prompt, tokens, ())
+            self._kept[digest] = replace(record, errors=_OnDemand(self, prompt, tuple(tokens)))
+        record = self._kept[digest]
         return replace(record, key=replace(record.key, prompt=prompt))
 
-    def _cached(self, prompt: str, tokens: Sequence[int], digest: str) -> Record:
+    def _cached(self, prompt: str, tokens: Sequence[int], precisions: tuple[str, ...]) -> Record:
         key = self.key(prompt, tokens)
         if self.cache is None:
-            return make_record(self.oracle, key, tokens, self.precisions)
-        name = hashlib.sha256(
-            "\n".join([key.weight_digest, key.spec_hash, digest, *self.precisions, _code_digest()]).encode()
-        ).hexdigest()
-        path = self.cache / f"{name[:40]}.safetensors"
+            return make_record(self.oracle, key, tokens, precisions)
+        parts = [key.weight_digest, key.spec_hash, key.prompts_digest, *precisions, _code_digest()]
+        path = self.cache / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:40]}.safetensors"
         if path.exists():
             try:
                 return Record.load(path)
             except RecordError:
                 pass  # a torn cache file is made again, below
-        record = make_record(self.oracle, key, tokens, self.precisions)
+        record = make_record(self.oracle, key, tokens, precisions)
         record.save(path)
         return record
+
+
+class _OnDemand(Mapping[str, EmulationErrors]):
+    """Errors of one sequence by precision, each made when it is read."""
+
+    def __init__(self, live: OracleReference, prompt: str, tokens: tuple[int, ...]) -> None:
+        self._live = live
+        self._prompt = prompt
+        self._tokens = tokens
+        self._made: dict[str, EmulationErrors] = {}
+
+    def __getitem__(self, precision: str) -> EmulationErrors:
+        if precision not in self._live.precisions:
+            raise KeyError(precision)
+        if precision not in self._made:
+            record = self._live._cached(self._prompt, self._tokens, (precision,))
+            self._made[precision] = record.errors[precision]
+        return self._made[precision]
+
+    def __contains__(self, precision: object) -> bool:
+        return precision in self._live.precisions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live.precisions)
+
+    def __len__(self) -> int:
+        return len(self._live.precisions)
 
 
 def carriers(prompts: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -232,7 +259,7 @@ class TargetReference:
         positions = base.positions if base is not None else positions_of(len(tokens))
         first = observed_values(self.name, self.score(tokens), tokens, positions, self.vocab)
         if base is not None:
-            errors = {precision: _both_sides(base.emulation(precision)) for precision in base.precisions}
+            errors = {self.precision: _both_sides(base.emulation(self.precision))}
             source = f"target {self.name}; budgets from the oracle's emulation, twice (both sides have errors)"
             return replace(base, **first, errors=errors, source=source)
         again = observed_values(self.name, self.score(tokens), tokens, positions, self.vocab)
@@ -243,7 +270,7 @@ class TargetReference:
             positions=positions,
             margin=np.full(len(positions), np.inf, np.float32),
             errors={self.precision: _noise(first, again)},
-            source=f"target {self.name}; budgets from its own repeats (no oracle for this model), routing not certified",
+            source=f"target {self.name}; budgets from its own repeats (no oracle here), routing not certified",
             **first,
         )
 

@@ -102,17 +102,12 @@ def table(store: Store, every: Sequence[Pending]) -> list[str]:
     counts = np.zeros(len(BUCKETS) + 1, np.int64)
     for pending in every:
         found = difference(store, pending)
-        head = f"- **{pending.record_id}** ({pending.kind})"
-        lines.append(
-            head
-            + (f", case `{pending.case}`" if pending.case else "")
-            + (f": {pending.reason}" if pending.reason else "")
-        )
+        case = f", case `{pending.case}`" if pending.case else ""
+        reason = f": {pending.reason}" if pending.reason else ""
+        lines.append(f"- **{pending.record_id}** ({pending.kind}){case}{reason}")
         if found is None:
             record = pending.record
-            lines.append(
-                f"    - new: {len(record.tokens)} tokens, {', '.join(record.precisions)}; from {record.source}"
-            )
+            lines.append(f"    - new: {len(record.tokens)} tokens, {', '.join(record.precisions)} from {record.source}")
             continue
         lines += [f"    - {line}" for line in found.lines()[:8]] or ["    - no difference"]
         for array in found.arrays:
@@ -134,7 +129,7 @@ def accept(
     allow_observed: bool = False,
     allow_dirty: bool = False,
 ) -> list[str]:
-    """Take pending records into the store; returns what happened to each. Raises ReviewError before anything is written."""
+    """Take pending records into the store; returns what happened. Raises ReviewError before anything is written."""
     by_record: dict[str, Pending] = {}
     for pending in chosen:
         if pending.record_id in by_record:
@@ -147,7 +142,7 @@ def accept(
             raise ReviewError(f"{pending.record_id}: the run that proposed it had errors; run it again")
         if pending.kind == "observed" and not allow_observed:
             raise ReviewError(
-                f"{pending.record_id}: these are a target's answers, which the reference contradicts; find out which is "
+                f"{pending.record_id}: a target's answers, which the reference contradicts; find out which is "
                 "wrong, then --allow-observed (the record stops being a reference)"
             )
         found = difference(store, pending)
