@@ -1,0 +1,141 @@
+"""The ``model`` fixture: a checkpoint directory, its prompts, and what its files say without a framework."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_adapt.layout import LayoutError, check, parse
+from pytest_adapt.verdict.result import Status
+from pytest_adapt.verdict.status import Verdict
+
+if TYPE_CHECKING:
+    from pytest_adapt.matrix import Model
+    from pytest_adapt.models import ModelEntry
+
+__all__ = ["ModelHandle"]
+
+
+class ModelHandle:
+    """One model of the run. Catalogue models are written to disk on first use."""
+
+    def __init__(self, model: Model, root: Path) -> None:
+        self._model = model
+        self._root = root
+        self.context: int | None = None
+        """The context length of the present item, where it has one, and the next smaller one of the run."""
+        self.floor = 0
+
+    @property
+    def name(self) -> str:
+        return self._model.name
+
+    @property
+    def entry(self) -> ModelEntry | None:
+        """Entry of the catalogue; None for a user's own directory."""
+        return self._model.entry
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Lengths at which this model's behaviour can change."""
+        return self._model.contexts
+
+    @cached_property
+    def directory(self) -> Path:
+        """The checkpoint. Raises Verdict unknown where the weights of a real model are not installed."""
+        if self._model.directory is not None:
+            return self._model.directory
+        from pytest_adapt.models import ModelError, materialise
+
+        try:
+            return materialise(self.name, self._root)
+        except ModelError as error:
+            raise Verdict(Status.UNKNOWN, str(error)) from None
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json of the checkpoint."""
+        found: Mapping[str, Any] = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def prompts(self, limit: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Named prompts of at most ``limit`` tokens (all where it is None), the shortest first.
+
+        With the item's own context length as the limit, prompts that fit a smaller context of this run are left
+        out: they are judged in that context's row, once.
+        """
+        least = self.floor if limit is not None and limit == self.context else 0
+        fitting = {name: ids for name, ids in self._all_prompts.items() if least < len(ids) <= (limit or len(ids))}
+        return dict(sorted(fitting.items(), key=lambda item: (len(item[1]), item[0])))
+
+    def tensor_names(self) -> list[str]:
+        """Every tensor that the index names (or, without an index, that the files hold), sorted."""
+        return sorted(name for file in self._weight_files() for name in _header(file) if name != "__metadata__")
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every file of the checkpoint, by relative name."""
+        found = {}
+        for file in sorted(path for path in self.directory.rglob("*") if path.is_file()):
+            with file.open("rb") as stream:
+                found[file.relative_to(self.directory).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return found
+
+    def refuse_illegal(self, layout: str) -> None:
+        """Raises Verdict unsupported, with the rule and the nearest legal layouts, where this model cannot take it."""
+        config = self.config
+        heads = int(config.get("num_attention_heads") or 1)
+        latent = bool(config.get("kv_lora_rank"))
+        named = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        try:
+            check(
+                parse(layout),
+                heads=heads,
+                kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
+                experts=next((int(count) for count in named if count), 0),
+                layers=int(config.get("num_hidden_layers") or 1),
+            )
+        except LayoutError as error:
+            raise Verdict(Status.UNSUPPORTED, str(error)) from None
+
+    def __repr__(self) -> str:
+        return f"<model {self.name}>"
+
+    @cached_property
+    def _all_prompts(self) -> Mapping[str, tuple[int, ...]]:
+        from pytest_adapt.models import ModelEntry, prompts
+
+        entry = self.entry or ModelEntry(
+            # A fixed name: copies of one checkpoint get the same prompts.
+            name="directory",
+            family=str(self.config.get("model_type", "")),
+            shape_class="real",
+            kind="directory",
+            config=self.config,
+            prompts=("random", "boundary"),
+            contexts=self.boundaries,
+            precisions=self._model.precisions,
+            must_pass=(),
+        )
+        return prompts(entry, self.directory)
+
+    def _weight_files(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if not index.is_file():
+            return sorted(self.directory.glob("*.safetensors"))
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [self.directory / name for name in sorted(set(names))]
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header: Mapping[str, Any] = json.loads(stream.read(size))
+    return header

@@ -1,0 +1,66 @@
+"""A failing item of a target that can be tapped reruns its prompts: at which site does it leave the oracle first?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_adapt.session import Fatal, OpenTarget
+from pytest_adapt.verdict.result import Divergence
+from pytest_adapt.verdict.status import Verdict
+
+if TYPE_CHECKING:
+    from pytest_adapt.items import ItemState
+
+__all__ = ["first_divergence"]
+
+_NEW_TOKENS = 8
+_LONGEST = 512
+
+
+def first_divergence(state: ItemState) -> Divergence | None:
+    """The first divergent site, in prefill or decode, over the failing prompts and the deployments that the item used.
+
+    None where the target cannot be tapped, the model has no oracle, or no site of these prompts is off.
+    """
+    from pytest_adapt.verdict.localise import compare_sites
+
+    oracle = getattr(state.reference, "oracle", None)
+    if state.target is None or state.model is None or oracle is None or state.cell is None:
+        return None
+    if state.target.kind != "engine" or "taps" not in state.target.info.observables:
+        return None
+    for tapped in _tapped(state.target):
+        for name, tokens in _prompts(state):
+            try:
+                response = tapped.generate(tokens, _NEW_TOKENS, want={"taps"})
+                if response.error is not None or response.first_row or not response.taps:
+                    continue
+                fed = (*tokens, *response.tokens[:-1])
+                rounds = tapped.info.rounds
+                found = compare_sites(name, response.taps, oracle, fed, state.cell.precision, rounds, (), len(tokens))
+            except (Verdict, Fatal):
+                return None
+            if found.divergence is not None:
+                return found.divergence
+    return None
+
+
+def _tapped(target: OpenTarget) -> Iterator[OpenTarget]:
+    """The item's deployments with every site tapped, the plain one first."""
+    for deployment in target.deployments():
+        try:
+            yield target.variant(replace(deployment, taps=("*",)))
+        except (Verdict, Fatal):
+            continue
+
+
+def _prompts(state: ItemState) -> list[tuple[str, tuple[int, ...]]]:
+    """Prompts that failed, as far as measurements name them, then a short one."""
+    assert state.model is not None
+    known = state.model.prompts(_LONGEST)
+    failed = [one.prompt.partition(":")[0] for one in state.judge.failures()]
+    names = [name for name in dict.fromkeys(failed) if name in known][:3]
+    spare = [name for name, tokens in known.items() if len(tokens) > 1 and name not in names][-1:]
+    return [(name, known[name]) for name in [*names, *spare]]

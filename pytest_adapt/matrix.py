@@ -1,0 +1,319 @@
+"""Axes, profiles, rows and case ids: which deployments a run judges, known without opening or importing anything.
+
+A row is one (model, layout, precision, context); a test gets the projection of the rows on the axes whose fixtures
+it asks for. Standard library and pytest only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_adapt.options import Settings
+
+if TYPE_CHECKING:
+    from pytest_adapt.models import ModelEntry
+    from pytest_adapt.target.registry import TargetSpec
+
+__all__ = ["AXES", "PROFILES", "Cell", "Mark", "Matrix", "Model", "Profile", "github_jobs", "make_matrix", "read_mark"]
+
+AXES: tuple[str, ...] = ("model", "layout", "precision", "context_length")
+PRECISIONS: tuple[str, ...] = ("fp32", "bf16", "fp16")
+RESERVE = 128
+"""Tokens of output that a deployment accepts beyond its longest context."""
+LEAST_CONTEXT = 512
+"""Suites that have no context axis use prompts up to this length."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much of what a model and a target offer is run."""
+
+    models: Mapping[str, tuple[str, ...]]
+    """Shape class -> names; () for all of that class. A target is given the first class that it can serve of odd and
+    aligned, and every other class listed here that it can serve."""
+    precisions: tuple[str, ...]
+    contexts: tuple[int, ...]
+    """Of a model's contexts, those up to each of these bounds are represented by the largest."""
+    extra_class: bool = False
+    """Whether a target that serves odd models is given the aligned ones too."""
+
+
+PROFILES: Mapping[str, Profile] = {
+    "smoke": Profile({"odd": ("qwen3-moe-odd",), "aligned": ("qwen3-moe-aligned",)}, ("fp32", "bf16"), (64,)),
+    "day0": Profile({"odd": (), "aligned": (), "real": ()}, ("fp32", "bf16"), (512,)),
+    "full": Profile(
+        {"odd": (), "aligned": (), "real": ()}, PRECISIONS, (16, 64, 128, 256, 512, 1024, 2048, 4096), extra_class=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of this run: an entry of the catalogue, or a checkpoint directory of the user's."""
+
+    name: str
+    entry: ModelEntry | None
+    directory: Path | None
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...]
+    config: Mapping[str, Any] = field(hash=False, default_factory=dict)
+    explicit: bool = False
+    """Named by --adapt-models."""
+
+    @property
+    def max_position(self) -> int:
+        """Positions that the configuration allows; 0 where it does not say."""
+        return int(self.config.get("max_position_embeddings") or 0)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The arguments of ``@pytest.mark.adapt``."""
+
+    rung: str | None = None
+    needs: tuple[str, ...] = ()
+    """Observables of which any one can answer."""
+    features: tuple[tuple[str, Any], ...] = ()
+    """Feature -> the setting to deploy with (a number), or the settings that must be declared (a tuple)."""
+    profile: str = "smoke"
+    """The smallest profile in which the test runs."""
+    required: bool = True
+    models: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    contexts: tuple[int, ...] = ()
+    requests: int = 1
+    """For --adapt-plan: requests per prompt."""
+    tokens: int = 0
+    """For --adapt-plan: longest prompt that is used; 0 for the context."""
+
+    @property
+    def settings(self) -> tuple[tuple[str, int], ...]:
+        """The features that the deployment itself is opened with."""
+        return tuple((name, value) for name, value in self.features if isinstance(value, int))
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return ("*",) if self.needs == ("taps",) else ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The deployment of an item, before its checkpoint exists. Items of one cell share one opened target."""
+
+    model: str
+    layout: str = "single"
+    precision: str = "fp32"
+    taps: tuple[str, ...] = ()
+    features: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        extra = [f"{name}={value}" for name, value in self.features] + (["taps"] if self.taps else [])
+        return " ".join([self.model, self.layout, self.precision, *extra])
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The rows of a run, in the order in which they are judged."""
+
+    settings: Settings
+    models: Mapping[str, Model]
+    rows: tuple[tuple[str, str, str, int], ...]
+    """(model, layout, precision, context)."""
+    _cache: dict[Any, tuple[list[Any], list[str]]] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def project(self, axes: tuple[str, ...], mark: Mark) -> tuple[list[Any], list[str]]:
+        """(values, ids) for ``metafunc.parametrize``: the distinct projections of the rows that the mark allows."""
+        key = (axes, mark.models, mark.layouts, mark.precisions, mark.contexts)
+        if key not in self._cache:
+            wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
+            places = [AXES.index(axis) for axis in axes]
+            found: dict[tuple[Any, ...], None] = {}
+            for row in self.rows:
+                if all(not allowed or row[place] in allowed for place, allowed in enumerate(wanted)):
+                    found[tuple(row[place] for place in places)] = None
+            ids = ["-".join(map(str, values)) for values in found]
+            self._cache[key] = ([values[0] for values in found] if len(axes) == 1 else list(found), ids)
+        return self._cache[key]
+
+    def max_context(self, model: str) -> int:
+        """``Deployment.max_context`` of a model: the same in all its cells, so that contexts share one deployment."""
+        longest = max((row[3] for row in self.rows if row[0] == model), default=LEAST_CONTEXT)
+        wanted = max(longest, LEAST_CONTEXT) + RESERVE
+        limit = self.models[model].max_position if model in self.models else 0
+        return min(wanted, limit) if limit else wanted
+
+    def floor(self, model: str, context: int) -> int:
+        """The next smaller context of a model in this run; 0 for its smallest."""
+        return max((row[3] for row in self.rows if row[0] == model and row[3] < context), default=0)
+
+
+def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
+    """Rows from profile, target and narrowing options. Raises pytest.UsageError for a model that does not exist."""
+    profile = PROFILES[settings.profile]
+    models = _named_models(settings) if settings.models else _profile_models(profile, spec)
+    if spec.scheme == "openai" and not settings.models:
+        raise pytest.UsageError(
+            "a running server serves one model: name it with --adapt-models=DIR (its checkpoint) or NAME (one exported)"
+        )
+    rows: list[tuple[str, str, str, int]] = []
+    for model in models:
+        contexts = settings.contexts or _contexts(model, profile)
+        if model.max_position and settings.contexts and max(contexts) > model.max_position:
+            raise pytest.UsageError(
+                f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
+            )
+        offered = [name for name in profile.precisions if name in model.precisions and name in spec.precisions]
+        for layout in settings.layouts or ("single",):
+            # A target that offers none of the profile's precisions is judged at what it has.
+            for precision in settings.precisions or offered or spec.precisions:
+                rows.extend((model.name, layout, precision, context) for context in contexts)
+    if not rows:
+        raise pytest.UsageError(
+            f"nothing to run: target {spec.text} can serve none of the models of profile {settings.profile}"
+        )
+    return Matrix(settings, {model.name: model for model in models}, tuple(rows))
+
+
+def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
+    """The nearest ``adapt`` mark, checked. Raises pytest.Collector.CollectError naming the test and the argument."""
+    from pytest_adapt.target.protocol import OBSERVABLES
+    from pytest_adapt.verdict.result import RUNGS
+
+    mark = next(iter(marks), None)
+    if mark is None:
+        return Mark()
+    given = dict(mark.kwargs)
+    known = set(Mark.__dataclass_fields__)
+    if mark.args or set(given) - known:
+        wrong = ", ".join([*map(repr, mark.args), *sorted(set(given) - known)])
+        raise pytest.Collector.CollectError(
+            f"{where}: mark adapt does not take {wrong}; it takes {', '.join(sorted(known))}"
+        )
+    for name in ("needs", "models", "layouts", "precisions", "contexts"):
+        if name in given:
+            value = given[name]
+            given[name] = (value,) if isinstance(value, str | int) else tuple(value)
+    given["features"] = tuple(
+        sorted(
+            (name, value if isinstance(value, int) else tuple(value))
+            for name, value in given.get("features", {}).items()
+        )
+    )
+    made = Mark(**given)
+    for what, values, allowed in (
+        ("rung", (made.rung or "loads",), RUNGS),
+        ("needs", made.needs, (*OBSERVABLES, "load_audit")),
+        ("profile", (made.profile,), tuple(PROFILES)),
+        ("precisions", made.precisions, PRECISIONS),
+    ):
+        for value in values:
+            if value not in allowed:
+                raise pytest.Collector.CollectError(
+                    f"{where}: mark adapt: {what} {value!r} is none of {', '.join(allowed)}"
+                )
+    return made
+
+
+def github_jobs(matrix: Matrix) -> str:
+    """JSON of a GitHub Actions matrix: one job per model and precision, each with the arguments that select it."""
+    jobs = []
+    fixed = matrix.settings.arguments(without=("models", "precisions"))
+    for model, precision in dict.fromkeys((row[0], row[2]) for row in matrix.rows):
+        directory = matrix.models[model].directory
+        arguments = [*fixed, f"--adapt-models={directory or model}", f"--adapt-precisions={precision}"]
+        jobs.append(
+            {
+                "name": f"{model} {precision}",
+                "model": model,
+                "precision": precision,
+                "args": " ".join(map(_quoted, arguments)),
+            }
+        )
+    return json.dumps({"include": jobs})
+
+
+def _quoted(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
+
+
+def _profile_models(profile: Profile, spec: TargetSpec) -> list[Model]:
+    from pytest_adapt.models import catalogue
+
+    classes = [name for name in profile.models if name in spec.shape_classes]
+    if "odd" in classes and "aligned" in classes and not profile.extra_class:
+        classes.remove("aligned")
+    found = []
+    for entry in catalogue().values():
+        if entry.shape_class in classes:
+            names = profile.models[entry.shape_class]
+            if not names or entry.name in names:
+                found.append(_from_entry(entry, explicit=False))
+    return sorted(found, key=lambda model: (classes.index(model.entry.shape_class) if model.entry else 0, model.name))
+
+
+def _named_models(settings: Settings) -> list[Model]:
+    from pytest_adapt.models import catalogue
+
+    entries = catalogue()
+    found: dict[str, Model] = {}
+    for word in settings.models:
+        if word in entries:
+            found[word] = _from_entry(entries[word], explicit=True)
+            continue
+        model = _from_directory(word, sorted(entries))
+        name, number = model.name, 2
+        while name in found:
+            name, number = f"{model.name}-{number}", number + 1
+        found[name] = Model(name, None, model.directory, model.contexts, model.precisions, model.config, explicit=True)
+    return list(found.values())
+
+
+def _from_entry(entry: ModelEntry, *, explicit: bool) -> Model:
+    return Model(entry.name, entry, None, entry.contexts, entry.precisions, entry.config, explicit)
+
+
+def _from_directory(word: str, names: list[str]) -> Model:
+    directory = Path(word).expanduser().resolve()
+    if not directory.is_dir():
+        import difflib
+
+        near = difflib.get_close_matches(word, names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise pytest.UsageError(
+            f"--adapt-models: {word!r} is neither a checkpoint directory nor in the catalogue{hint}: {', '.join(names)}"
+        )
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(f"--adapt-models: {file}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise pytest.UsageError(f"--adapt-models: {file}: expected a JSON object, found {type(config).__name__}")
+    name = "".join(char if char.isalnum() or char in "._-" else "_" for char in directory.name) or "model"
+    return Model(name, None, directory, _boundaries(config), PRECISIONS, config, explicit=True)
+
+
+def _boundaries(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Lengths at which behaviour can change: KV page, window, original rotary length, the usual steps."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    named = (config.get("sliding_window"), scaling.get("original_max_position_embeddings"))
+    limit = config.get("max_position_embeddings")
+    top = min(limit, 4096) if isinstance(limit, int) and limit > 0 else 4096
+    lengths = {16, 64, 512, 1024, top} | {value for value in named if isinstance(value, int)}
+    return tuple(sorted(length for length in lengths if 0 < length <= top))
+
+
+def _contexts(model: Model, profile: Profile) -> tuple[int, ...]:
+    """The largest context of the model under each bound of the profile; its smallest where all are beyond."""
+    found = {max((length for length in model.contexts if length <= bound), default=0) for bound in profile.contexts}
+    return tuple(sorted(found - {0})) or model.contexts[:1] or (LEAST_CONTEXT,)

@@ -1,0 +1,327 @@
+"""Every --adapt-* option, its ini key and its environment variable, resolved once into one frozen Settings.
+
+The command line wins over ``ADAPT_*``, that over the ini file, that over the default; Settings keeps where each
+value came from. Standard library and pytest only: this module is imported in every pytest run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_adapt.layout import LayoutError, parse
+
+__all__ = [
+    "OPTIONS",
+    "VARIABLES",
+    "Option",
+    "Settings",
+    "add_options",
+    "given_target",
+    "read_settings",
+    "refuse_lone_options",
+    "shown_variables",
+    "unknown_variables",
+]
+
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_OBSERVABLES = ("taps", "logits", "score", "topk", "text")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting under its three spellings: --adapt-NAME, adapt_NAME, ADAPT_NAME."""
+
+    name: str
+    """Stem, with underscores."""
+    help: str
+    default: Any = ""
+    metavar: str = "VALUE"
+    choices: tuple[str, ...] = ()
+    """Allowed values (of each element, for a list)."""
+    kind: str = "text"
+    """text, list (comma separated), flag, or seconds."""
+    command_line: bool = True
+
+    @property
+    def flag(self) -> str:
+        return f"--adapt-{self.name.replace('_', '-')}"
+
+    @property
+    def ini(self) -> str:
+        return f"adapt_{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return f"ADAPT_{self.name.upper()}"
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "target",
+        "platform under test: builtin, hf:, openai:URL, 'cmd:SHELL LINE', py:module:Class, jsonl:COMMAND",
+        metavar="SPEC",
+    ),
+    Option(
+        "models", "models to run: names of the catalogue or checkpoint directories", (), "NAME|DIR[,..]", kind="list"
+    ),
+    Option("layouts", "layouts to run (single, tp2.pp2.ep4)", (), "LAYOUT[,..]", kind="list"),
+    Option("precisions", "precisions to run", (), "P[,..]", _PRECISIONS, kind="list"),
+    Option("contexts", "context lengths to run, in tokens", (), "TOKENS[,..]", kind="list"),
+    Option("profile", "how much runs", "day0", "PROFILE", ("smoke", "day0", "full")),
+    Option(
+        "require",
+        "what the target must show; the default follows from its kind",
+        "",
+        "KIND",
+        ("endpoint", "engine", "release"),
+    ),
+    Option("observables", "pretend that the target shows only these", (), "NAME[,..]", _OBSERVABLES, kind="list"),
+    Option("mode", "mode of the built-in engine", "fast", "MODE", ("fast", "strict")),
+    Option(
+        "goldens",
+        "compare with records (check), record missing ones (new) or changed ones (update) for review, or do without",
+        "check",
+        "MODE",
+        ("check", "new", "update", "off"),
+    ),
+    Option("goldens_dir", "directory of your own records", "", "DIR"),
+    Option("reason", "why records change; needed by --adapt-goldens=update", "", "TEXT"),
+    Option("reference", "judge against another target instead of the oracle", "", "SPEC"),
+    Option("inject", "put one fault into the built-in engine", "", "ID"),
+    Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
+    Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
+    Option("dump", "write the answers of failing items to this directory", "", "DIR"),
+    Option("plan", "print deployments, requests, tokens and estimated minutes, and stop", False, kind="flag"),
+    Option("matrix", "print the jobs of a CI matrix as JSON, and stop", "", "FORMAT", ("github",)),
+    Option("waivers", "file of known failures: owner, link, scope, expiry", "", "FILE", command_line=False),
+)
+# Read by target adapters, not by the plugin.
+VARIABLES: tuple[str, ...] = ("ADAPT_API_KEY", "ADAPT_START_TIMEOUT", "ADAPT_REQUEST_TIMEOUT", "ADAPT_CONCURRENCY")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The resolved options. Empty tuples and strings leave the choice to the profile and the target."""
+
+    target: str
+    models: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    contexts: tuple[int, ...] = ()
+    profile: str = "day0"
+    require: str = ""
+    observables: tuple[str, ...] = ()
+    mode: str = "fast"
+    goldens: str = "check"
+    goldens_dir: str = ""
+    reason: str = ""
+    reference: str = ""
+    inject: str = ""
+    timeout: float = 600.0
+    report: str = ""
+    dump: str = ""
+    plan: bool = False
+    matrix: str = ""
+    waivers: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Name -> command line, environment or ini file, for each value that is not the default."""
+
+    def arguments(self, *, without: tuple[str, ...] = ()) -> list[str]:
+        """Command-line arguments that give these settings again (what a report needs to repeat a case)."""
+        skipped = {"plan", "matrix", "report", "dump", "waivers", *without}
+        words = []
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if option.name in skipped or self.sources.get(option.name) in (None, "ini file"):
+                continue
+            text = (
+                ",".join(map(str, value))
+                if isinstance(value, tuple)
+                else f"{value:g}"
+                if option.kind == "seconds"
+                else str(value)
+            )
+            words.append(f"{option.flag}={text}")
+        return words
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare the option group and the ini keys."""
+    group = parser.getgroup("adapt", "adapt: LLM platform conformance")
+    for option in OPTIONS:
+        default = "" if option.kind == "flag" else f" (default: {option.default:g})" if option.kind == "seconds" else ""
+        if option.choices and option.kind == "text" and option.default:
+            default = f" (default: {option.default})"
+        values = f": {'|'.join(option.choices)}" if option.choices else ""
+        text = f"{option.help}{values}{default}"
+        if option.command_line and option.kind == "flag":
+            group.addoption(option.flag, dest=option.ini, action="store_true", default=None, help=text)
+        elif option.command_line:
+            group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=text)
+        parser.addini(option.ini, f"same as {option.flag}" if option.command_line else text, default=None)
+
+
+def given_target(config: pytest.Config, namespace: Any = None) -> str:
+    """The target of this run, "" where there is none (the plugin then stays inert)."""
+    return str(_raw(config, OPTIONS[0], namespace)[0] or "")
+
+
+def refuse_lone_options(config: pytest.Config) -> None:
+    """Raises pytest.UsageError for an --adapt-* option without a target, which would do nothing."""
+    for option in OPTIONS:
+        if option.command_line and getattr(config.option, option.ini, None) is not None and not given_target(config):
+            raise pytest.UsageError(
+                f"{option.flag} does nothing without --adapt-target=SPEC (builtin, hf:, openai:URL ...)"
+            )
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """Resolve every option. Raises pytest.UsageError naming the value, where it came from and what is allowed."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for option in OPTIONS:
+        raw, source = _raw(config, option)
+        if raw in (None, ""):
+            values[option.name] = option.default
+            continue
+        values[option.name] = _READERS[option.kind](option, raw, source)
+        sources[option.name] = source
+    values["layouts"] = tuple(_layout(text) for text in values["layouts"])
+    values["contexts"] = tuple(_context(text) for text in values["contexts"])
+    settings = Settings(**values, sources=sources)
+    _check_goldens(settings, config)
+    return settings
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """ADAPT_* variables that nothing reads, each with the name that was probably meant ("" if none is near)."""
+    known = {option.variable for option in OPTIONS if option.command_line} | set(VARIABLES)
+    found = {}
+    for name in sorted(environment):
+        if name.startswith("ADAPT_") and name not in known:
+            found[name] = next(iter(difflib.get_close_matches(name, sorted(known), 1)), "")
+    return found
+
+
+def shown_variables(environment: Mapping[str, str]) -> list[str]:
+    """``NAME=value`` of every ADAPT_* variable, for the header; values of secrets and of unknown names are hidden."""
+    unknown = unknown_variables(environment)
+    shown = []
+    for name in sorted(environment):
+        if not name.startswith("ADAPT_"):
+            continue
+        if name in unknown:
+            hint = f", did you mean {unknown[name]}?" if unknown[name] else ""
+            shown.append(f"{name} (unknown{hint})")
+        else:
+            shown.append(f"{name}={'***' if any(word in name for word in _SECRET) else environment[name]}")
+    return shown
+
+
+def _raw(config: pytest.Config, option: Option, namespace: Any = None) -> tuple[Any, str]:
+    """(value, source) of the first place that gives one."""
+    if option.command_line:
+        value = getattr(config.option if namespace is None else namespace, option.ini, None)
+        if value is not None:
+            return value, "command line"
+        value = os.environ.get(option.variable)
+        if value:
+            return value, "environment"
+    value = config.getini(option.ini)
+    return (value, "ini file") if value else (None, "default")
+
+
+def _text(option: Option, raw: Any, source: str) -> str:
+    text = str(raw).strip()
+    _allowed(option, text, source)
+    return text
+
+
+def _list(option: Option, raw: Any, source: str) -> tuple[str, ...]:
+    parts = tuple(dict.fromkeys(part.strip() for part in str(raw).replace("\n", ",").split(",") if part.strip()))
+    for part in parts:
+        _allowed(option, part, source)
+    if not parts:
+        raise pytest.UsageError(f"{_spelling(option, source)}={raw!r} names nothing; write {option.metavar}")
+    return parts
+
+
+def _flag(option: Option, raw: Any, source: str) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    meanings = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if str(raw).strip().lower() not in meanings:
+        raise pytest.UsageError(
+            f"{_spelling(option, source)}={raw!r} is no truth value; write one of {', '.join(meanings)}"
+        )
+    return meanings[str(raw).strip().lower()]
+
+
+def _seconds(option: Option, raw: Any, source: str) -> float:
+    try:
+        number = float(raw)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise pytest.UsageError(f"{_spelling(option, source)}={raw!r} is not a positive number of seconds")
+    return number
+
+
+_READERS: Mapping[str, Callable[[Option, Any, str], Any]] = {
+    "text": _text,
+    "list": _list,
+    "flag": _flag,
+    "seconds": _seconds,
+}
+
+
+def _allowed(option: Option, value: str, source: str) -> None:
+    if not option.choices or value in option.choices:
+        return
+    near = difflib.get_close_matches(value, option.choices, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise pytest.UsageError(
+        f"{_spelling(option, source)}: {value!r} is not allowed{hint}; allowed: {', '.join(option.choices)}"
+    )
+
+
+def _spelling(option: Option, source: str) -> str:
+    return {"environment": option.variable, "ini file": f"ini {option.ini}"}.get(source, option.flag)
+
+
+def _layout(text: str) -> str:
+    try:
+        return str(parse(text))
+    except LayoutError as error:
+        raise pytest.UsageError(f"--adapt-layouts: {error}") from None
+
+
+def _context(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1 << 24:
+        raise pytest.UsageError(f"--adapt-contexts: {text!r} is not a number of tokens (1 to {1 << 24})")
+    return int(text)
+
+
+def _check_goldens(settings: Settings, config: pytest.Config) -> None:
+    mode = settings.goldens
+    if mode in ("new", "update") and os.environ.get("CI"):
+        raise pytest.UsageError(
+            f"--adapt-goldens={mode} is refused in CI (the variable CI is set); record on a desk and review"
+        )
+    if mode == "update" and not settings.reason:
+        raise pytest.UsageError("--adapt-goldens=update needs --adapt-reason='why the records change'")
+    if settings.inject and settings.target.partition(":")[0].partition("[")[0] != "builtin":
+        raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")
+    for name in ("waivers", "goldens_dir"):
+        value = getattr(settings, name)
+        if value and not (Path(config.rootpath) / value).exists():
+            raise pytest.UsageError(f"adapt_{name}: {value} does not exist (paths start at {config.rootpath})")

@@ -1,0 +1,112 @@
+"""Which reference judges a model: golden records, the live oracle, or another target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_adapt.golden.reference import GoldenReference, OracleReference, TargetReference
+    from pytest_adapt.handle import ModelHandle
+    from pytest_adapt.runner import Runner
+    from pytest_adapt.target.protocol import Deployment, Response
+
+__all__ = ["References"]
+
+
+class References:
+    """References by model, made once in a process."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._made: dict[tuple[str, str], Any] = {}
+        self._host: Any = None
+
+    def get(self, model: ModelHandle, precision: str) -> Any:
+        """The reference of a model. ``precision`` matters only to --adapt-reference, which opens a target."""
+        key = (model.name, precision if self._runner.settings.reference else "")
+        if key not in self._made:
+            self._made[key] = self._make(model, precision)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Close the target of --adapt-reference."""
+        if self._host is not None:
+            self._host.close()
+
+    def _make(self, model: ModelHandle, precision: str) -> Any:
+        live = self._live(model)
+        if self._runner.settings.reference:
+            return self._target(model, precision, live)
+        if model.entry is None:
+            return live
+        return self._golden(model, live)
+
+    def _live(self, model: ModelHandle) -> OracleReference:
+        from pytest_adapt.golden.reference import OracleReference
+
+        rows = {row[2] for row in self._runner.matrix.rows if row[0] == model.name}
+        entry = model.entry.precisions if model.entry else ()
+        precisions = tuple(sorted(rows | set(entry)))
+        return OracleReference(
+            model.directory, precisions, model.name, self._runner.config.rootpath / ".adapt" / "oracle"
+        )
+
+    def _golden(self, model: ModelHandle, live: OracleReference) -> GoldenReference:
+        from pytest_adapt.golden.reference import GoldenReference
+        from pytest_adapt.golden.store import Store, shipped_store
+        from pytest_adapt.models import spec_hash
+
+        settings, config = self._runner.settings, self._runner.config
+        own = (Store(config.rootpath / settings.goldens_dir),) if settings.goldens_dir else ()
+        stores = (*own, shipped_store())
+        # A model of which nothing was ever recorded is judged by the live oracle; one record lost among others fails.
+        recorded = any(name.startswith(f"{model.name}.") for store in stores for name in store.entries)
+        assert model.entry is not None
+        return GoldenReference(
+            live,
+            stores,
+            model.prompts(),
+            spec_hash(model.entry),
+            mode=settings.goldens,
+            required=recorded,
+            propose=self._propose if settings.goldens in ("new", "update") else None,
+        )
+
+    def _propose(self, record: Any, why: str) -> None:
+        from pytest_adapt.golden.review import propose
+
+        propose(self._runner.config.rootpath, record, why, self._runner.settings.reason)
+
+    def _target(self, model: ModelHandle, precision: str, live: OracleReference) -> TargetReference:
+        from pytest_adapt.golden.reference import TargetReference
+        from pytest_adapt.oracle import OracleError
+        from pytest_adapt.session import Host, OpenTarget
+        from pytest_adapt.target.protocol import Deployment
+        from pytest_adapt.target.registry import builtin_registry
+
+        runner = self._runner
+        if self._host is None:
+            registry = builtin_registry()
+            runner.config.hook.pytest_adapt_register_targets(registry=registry)
+            spec = registry.resolve(runner.settings.reference, rootdir=runner.config.rootpath)
+            self._host = Host(spec, replace(runner.settings, inject="", observables=()))
+        offered = self._host.spec.precisions
+        best = "fp32" if "fp32" in offered else precision
+        wanted: Deployment = Deployment(
+            str(model.directory), precision=best, max_context=runner.matrix.max_context(model.name)
+        )
+        from pytest_adapt.matrix import Mark
+
+        other = OpenTarget(self._host, wanted, Mark())
+
+        def score(tokens: Sequence[int]) -> Response:
+            return other.score(tokens)
+
+        known: OracleReference | None = live
+        try:
+            _ = live.oracle
+        except OracleError:
+            known = None
+        return TargetReference(runner.settings.reference, score, precision, model.vocab_size, known)

@@ -1,0 +1,403 @@
+"""Opened targets: one deployment at a time, opened once, probed once, and never waited for without a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target, TargetError, UnsupportedDeployment
+from pytest_adapt.verdict.result import Status
+from pytest_adapt.verdict.status import Verdict
+from pytest_adapt.watchdog import Hung, Watchdog
+
+if TYPE_CHECKING:
+    from pytest_adapt.matrix import Mark
+    from pytest_adapt.options import Settings
+    from pytest_adapt.target.registry import TargetSpec
+
+__all__ = ["Fatal", "Host", "OpenTarget", "Opened"]
+
+_CLOSE_SECONDS = 60.0
+_DEATHS = 2
+
+
+class Fatal(Exception):
+    """The target cannot be used at all; the run ends with exit code 4."""
+
+    adapt_status = Status.ERROR
+
+
+@dataclass
+class Opened:
+    """A target with its deployment loaded."""
+
+    target: Target
+    watchdog: Watchdog
+    deployment: Deployment
+    info: Info
+    shown: frozenset[str]
+    """Observables and features that are declared and were seen."""
+    missing: Mapping[str, str]
+    """Declared, but not seen: why."""
+    seconds: float
+    """Time that opening took."""
+
+
+@dataclass
+class Usage:
+    """What a run spent, for the plan of the next one."""
+
+    opens: int = 0
+    open_seconds: float = 0.0
+    tokens: int = 0
+    run_seconds: float = 0.0
+
+
+@dataclass
+class Host:
+    """Opens deployments of one target and keeps the present one. One that failed to open is not tried again."""
+
+    spec: TargetSpec
+    settings: Settings
+    usage: Usage = field(default_factory=Usage)
+    current: Opened | None = None
+    deadline: float = float("inf")
+    """When the present item gives up waiting (time.monotonic)."""
+    fatal: str = ""
+    _failures: dict[Deployment, tuple[Status, str]] = field(default_factory=dict)
+    _deaths: dict[Deployment, int] = field(default_factory=dict)
+    _info: Info | None = None
+
+    @property
+    def info(self) -> Info | None:
+        """What the last opened deployment said about itself."""
+        return self._info
+
+    def acquire(self, deployment: Deployment) -> Opened:
+        """The opened deployment. Raises Verdict (declined, failed before) or Fatal."""
+        if self.fatal:
+            raise Fatal(self.fatal)
+        if self.current is not None and self.current.deployment == deployment:
+            return self.current
+        if deployment in self._failures:
+            raise Verdict(*self._failures[deployment])
+        self.close()
+        self.current = self._open_or_remember(deployment)
+        return self.current
+
+    def separate(self, deployment: Deployment) -> Opened:
+        """A second instance beside the present one; the caller closes it with `shut`."""
+        if deployment in self._failures:
+            raise Verdict(*self._failures[deployment])
+        return self._open_or_remember(deployment)
+
+    def refusal(self, deployment: Deployment) -> str | None:
+        """Why the target declines a deployment; None where it loads."""
+        try:
+            opened = self._open(deployment)
+        except TargetError as error:
+            return str(error)
+        self.shut(opened)
+        return None
+
+    def run(self, opened: Opened, requests: Iterable[Request]) -> dict[str, Response]:
+        """Every request's answer by id. Raises Verdict where the target fails or hangs, Fatal where it died again."""
+        asked = {request.id: request for request in requests}
+        answers: dict[str, Response] = {}
+
+        def waiting() -> str:
+            left = [name for name in asked if name not in answers]
+            return f"{len(left)} of {len(asked)} answers ({', '.join(left[:3])}) from {opened.info.name}"
+
+        started = time.monotonic()
+        try:
+            for response in opened.watchdog.stream(
+                lambda: opened.target.run(list(asked.values())), self._seconds_left(), waiting
+            ):
+                if response.id not in asked or response.id in answers:
+                    raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
+                answers[response.id] = response
+            if len(answers) < len(asked):
+                raise TargetError(f"the target stopped: no {waiting()}")
+        except (TargetError, Hung) as error:
+            self._died(opened, error)
+        self.usage.run_seconds += time.monotonic() - started
+        self.usage.tokens += sum(len(request.prompt) + request.max_new_tokens for request in asked.values())
+        return answers
+
+    def reopen(self) -> Opened:
+        """Close the present deployment and load it again."""
+        if self.current is None:
+            raise RuntimeError("nothing is open")
+        deployment = self.current.deployment
+        self.close()
+        return self.acquire(deployment)
+
+    def close(self) -> None:
+        """Close the present deployment. What goes wrong there is not the item's fault: it is dropped."""
+        if self.current is not None:
+            self.shut(self.current)
+            self.current = None
+
+    def shut(self, opened: Opened) -> None:
+        """Close an instance."""
+        with contextlib.suppress(Exception):
+            opened.watchdog.call(opened.target.close, _CLOSE_SECONDS, lambda: "the target to close")
+        opened.watchdog.stop()
+
+    def _open_or_remember(self, deployment: Deployment) -> Opened:
+        try:
+            return self._open(deployment)
+        except UnsupportedDeployment as error:
+            failure = (Status.UNSUPPORTED, str(error))
+        except (TargetError, Hung) as error:
+            if self._info is None:  # nothing has worked yet: the spec or the server is wrong, not the deployment
+                self.fatal = str(error)
+                raise Fatal(self.fatal) from None
+            failure = (Status.FAIL, f"cannot open {_name(deployment)}: {error}")
+        self._failures[deployment] = failure
+        raise Verdict(*failure)
+
+    def _open(self, deployment: Deployment) -> Opened:
+        from pytest_adapt.target.probe import probe
+
+        started = time.monotonic()
+        watchdog = Watchdog()
+        limit = self.settings.timeout
+        target = watchdog.call(self._create, limit, lambda: "the adapter to start")
+        try:
+            info = watchdog.call(lambda: target.open(deployment), limit, lambda: f"{_name(deployment)} to open")
+            found = watchdog.call(
+                lambda: probe(target, deployment, info), limit, lambda: f"{_name(deployment)} to answer a probe"
+            )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                watchdog.call(target.close, _CLOSE_SECONDS, lambda: "the target to close")
+            watchdog.stop()
+            raise
+        self._info = info
+        seconds = time.monotonic() - started
+        self.usage.opens += 1
+        self.usage.open_seconds += seconds
+        shown = found.shown | {name for name, settings in info.features.items() if settings}
+        if {"tensors", "seconds", "bytes"} <= set(info.load):
+            shown |= {"load_audit"}
+        return Opened(target, watchdog, deployment, info, shown - set(found.missing), found.missing, seconds)
+
+    def _create(self) -> Target:
+        target = self.spec.create()
+        if self.settings.inject:
+            from pytest_adapt.faults.registry import get
+
+            seams = getattr(target, "seams", None)
+            if seams is None:
+                raise TargetError(f"target {self.spec.text} has no seams to put fault {self.settings.inject} into")
+            get(self.settings.inject).install(seams)
+        if self.settings.observables:
+            from pytest_adapt.target.mask import MaskedTarget
+
+            return MaskedTarget(target, self.settings.observables)
+        return target
+
+    def _seconds_left(self) -> float:
+        return max(0.0, min(self.deadline - time.monotonic(), self.settings.timeout))
+
+    def _died(self, opened: Opened, error: Exception) -> None:
+        """Drop the instance; the next item opens a new one, a second death in a row ends the run."""
+        if opened is self.current:
+            self.current = None
+        self.shut(opened)
+        deaths = self._deaths[opened.deployment] = self._deaths.get(opened.deployment, 0) + 1
+        if deaths >= _DEATHS:
+            self.fatal = f"the target failed {deaths} times on {_name(opened.deployment)}: {error}"
+            raise Fatal(self.fatal) from None
+        raise Verdict(Status.FAIL, str(error)) from None
+
+
+class OpenTarget:
+    """The ``target`` fixture: requests in, responses out, against one opened deployment."""
+
+    def __init__(self, host: Host, deployment: Deployment, mark: Mark, *, beside: OpenTarget | None = None) -> None:
+        self._host = host
+        self._mark = mark
+        self._beside = beside
+        self._deployment = deployment
+        self._own: Opened | None = None
+        self._variants: dict[Deployment, OpenTarget] = {}
+        self.observables_used: set[str] = set()
+        """Observables that were asked for."""
+        self.responses: dict[str, Response] = {}
+        """The last answers by id (what --adapt-dump writes)."""
+        self._number = 0
+
+    @property
+    def deployment(self) -> Deployment:
+        return self._deployment
+
+    @property
+    def info(self) -> Info:
+        return self._opened.info
+
+    @property
+    def kind(self) -> str:
+        """engine or endpoint."""
+        return self._host.spec.kind
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """Observables and features that the target declares and a probe showed."""
+        return self._opened.shown
+
+    def supports(self, name: str, setting: int | None = None) -> bool:
+        """Whether an observable or a feature (with this setting) is shown."""
+        return name in self.shown and (setting is None or setting in self.info.features.get(name, ()))
+
+    def best(self, observables: Iterable[str]) -> str:
+        """The strongest shown one of several observables. Raises Verdict unknown where none is."""
+        wanted = list(observables)
+        for name in ("taps", "logits", "score", "topk", "text", *sorted(set(wanted))):
+            if name in wanted and name in self.shown:
+                return name
+        raise Verdict(Status.UNKNOWN, self._not_shown(wanted))
+
+    def check(self) -> None:
+        """Open, and end the item where the target does not show what its mark needs."""
+        _ = self._opened
+        if self._mark.needs:
+            self.best(self._mark.needs)
+        for name, wanted in self._mark.features:
+            for setting in (wanted,) if isinstance(wanted, int) else wanted:
+                self._check_feature(name, setting)
+
+    def run(self, requests: Iterable[Request]) -> dict[str, Response]:
+        """Answers by request id, all requests in flight together.
+
+        Raises Verdict: unknown where no wanted observable is shown, fail where the target breaks the contract.
+        """
+        shown = self.shown
+        asked = []
+        for request in requests:
+            want = request.want & shown
+            if request.want and not want:
+                raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
+            self.observables_used |= want
+            asked.append(replace(request, want=want))
+        answers = self._host.run(self._opened, asked)
+        self.responses.update(answers)
+        return answers
+
+    def score(self, tokens: Iterable[int], want: Iterable[str] | None = None, **request: Any) -> Response:
+        """Teacher forcing: the target's predictions after each of ``tokens``."""
+        return self.score_all({"score": tuple(tokens)}, want, **request)["score"]
+
+    def score_all(
+        self, prompts: Mapping[str, Iterable[int]], want: Iterable[str] | None = None, **request: Any
+    ) -> dict[str, Response]:
+        """`score` of several prompts, all in flight together, by name."""
+        return self._ask(prompts, 0, want, request)
+
+    def generate(self, tokens: Iterable[int], n: int, want: Iterable[str] | None = None, **request: Any) -> Response:
+        """``n`` new tokens (greedy unless ``sampling`` is given). ``request`` are further fields of Request."""
+        return self.generate_all({"generate": tuple(tokens)}, n, want, **request)["generate"]
+
+    def generate_all(
+        self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None = None, **request: Any
+    ) -> dict[str, Response]:
+        """`generate` for several prompts, all in flight together, by name."""
+        return self._ask(prompts, n, want, request)
+
+    def restart(self) -> None:
+        """Close the deployment and open it again (a server is stopped and started)."""
+        if self._own is not None:
+            self._host.shut(self._own)
+            self._own = self._host.separate(self._deployment)
+        else:
+            self._host.acquire(self._deployment)
+            self._host.reopen()
+
+    def with_features(self, **features: int) -> OpenTarget:
+        """The same deployment with other features, opened beside this one until the item ends.
+
+        Raises Verdict unsupported for a feature or setting that the target does not declare.
+        """
+        for name, setting in features.items():
+            self._check_feature(name, setting)
+        merged = dict(self._deployment.features) | features
+        return self.variant(replace(self._deployment, features=tuple(sorted(merged.items()))))
+
+    def variant(self, deployment: Deployment) -> OpenTarget:
+        """Another deployment, opened beside this one until the item ends."""
+        if deployment == self._deployment:
+            return self
+        if deployment not in self._variants:
+            made = OpenTarget(self._host, deployment, self._mark, beside=self)
+            made._own = self._host.separate(deployment)
+            self._variants[deployment] = made
+        return self._variants[deployment]
+
+    def deployments(self) -> list[Deployment]:
+        """This deployment and those opened beside it."""
+        return [self._deployment, *self._variants]
+
+    def refusal(self, directory: Any) -> str | None:
+        """Why the target declines the checkpoint in ``directory``; None where it loads it."""
+        return self._host.refusal(replace(self._deployment, model=str(directory)))
+
+    def close_variants(self) -> None:
+        """Close what was opened beside this deployment."""
+        for variant in self._variants.values():
+            variant.close_variants()
+            if variant._own is not None:
+                self._host.shut(variant._own)
+        self._variants.clear()
+
+    @property
+    def _opened(self) -> Opened:
+        return self._own if self._own is not None else self._host.acquire(self._deployment)
+
+    def _ask(
+        self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None, request: dict[str, Any]
+    ) -> dict[str, Response]:
+        wanted = frozenset(want) if want is not None else self._default_want(n)
+        # Ids are unique over the item, so that a late answer to an earlier request cannot pass for this one.
+        self._number += 1
+        names = {f"{name}#{self._number}": name for name in prompts}
+        asked = [
+            Request(identity, tuple(prompts[name]), max_new_tokens=n, want=wanted, **request)
+            for identity, name in names.items()
+        ]
+        answers = self.run(asked)
+        return {name: answers[identity] for identity, name in names.items()}
+
+    def _default_want(self, n: int) -> frozenset[str]:
+        """What the mark needs and the target shows; taps only where nothing else can answer."""
+        candidates = self._mark.needs or ("logits", "score", "topk", "text")
+        shown = frozenset(candidates) & self.shown & {"taps", "logits", "score", "topk", "text"}
+        for drop in ("taps", "text") if n == 0 else ("taps",):
+            if len(shown) > 1:
+                shown -= {drop}
+        return shown or frozenset({"text"})
+
+    def _check_feature(self, name: str, setting: int) -> None:
+        offered = self.info.features.get(name, ())
+        if name not in self.shown:
+            why = self._opened.missing.get(name, "not declared by the target")
+            raise Verdict(Status.UNSUPPORTED, f"feature {name}: {why}")
+        if setting not in offered:
+            raise Verdict(
+                Status.UNSUPPORTED, f"feature {name}={setting}: the target offers {', '.join(map(str, offered))}"
+            )
+
+    def _not_shown(self, wanted: Iterable[str]) -> str:
+        shown = [name for name in ("taps", "logits", "score", "topk", "text") if name in self.shown]
+        reasons = [f"{name}: {why}" for name in wanted if (why := self._opened.missing.get(name))]
+        tail = f" ({'; '.join(reasons)})" if reasons else ""
+        return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _name(deployment: Deployment) -> str:
+    features = "".join(f" {name}={value}" for name, value in deployment.features)
+    return f"{deployment.model.rstrip('/').rpartition('/')[2]} {deployment.layout} {deployment.precision}{features}"

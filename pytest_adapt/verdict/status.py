@@ -1,0 +1,99 @@
+"""What a status means to pytest, and what a kind of target is required to show. Data first, then two lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pytest_adapt.verdict.result import RUNGS, Status
+
+__all__ = ["GREEN", "OUTCOMES", "REQUIREMENTS", "Requirement", "Verdict", "outcome", "required", "verdict_of"]
+
+GREEN: frozenset[Status] = frozenset({Status.PASS, Status.XFAIL, Status.WAIVED, Status.UNSUPPORTED})
+"""Never a reason to fail a run."""
+
+# status -> (outcome when the item is required, when it is not)
+OUTCOMES: Mapping[Status, tuple[str, str]] = {
+    Status.PASS: ("passed", "passed"),
+    Status.FAIL: ("failed", "failed"),
+    Status.ERROR: ("failed", "failed"),
+    Status.XFAIL: ("xfailed", "xfailed"),
+    Status.WAIVED: ("xfailed", "xfailed"),
+    Status.UNSUPPORTED: ("skipped", "skipped"),
+    Status.UNKNOWN: ("failed", "skipped"),
+    Status.UNCHECKED: ("failed", "skipped"),
+    Status.INCONCLUSIVE: ("failed", "skipped"),
+    Status.DEFERRED: ("failed", "skipped"),
+    Status.BLOCKED: ("failed", "skipped"),
+    Status.STALE: ("failed", "failed"),
+    Status.MISMATCH: ("failed", "failed"),
+    Status.NEW: ("failed", "failed"),
+    Status.GONE: ("failed", "failed"),
+}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a kind of target must show."""
+
+    rungs: frozenset[str]
+    observables: frozenset[str]
+    """An item is required when it needs nothing, or one of these can answer it."""
+    serial: bool = False
+    """Whether timing items are required in every profile (else only in the full one)."""
+    manifest: bool = True
+    """Whether suites that a model's manifest does not list are optional."""
+
+
+_SERVED = frozenset({"score", "topk", "text"})
+REQUIREMENTS: Mapping[str, Requirement] = {
+    "endpoint": Requirement(frozenset(RUNGS), _SERVED),
+    "engine": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps", "load_audit"}),
+    "release": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps", "load_audit"}, serial=True, manifest=False),
+}
+
+
+class Verdict(Exception):
+    """Ends an item with a status other than pass. Any exception with an ``adapt_status`` does the same."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.adapt_status = status
+        self.reason = reason
+
+
+def outcome(status: Status, required: bool) -> str:
+    """pytest's outcome: passed, failed, skipped or xfailed."""
+    return OUTCOMES[status][0 if required else 1]
+
+
+def required(
+    kind: str,
+    *,
+    rung: str,
+    needs: Iterable[str] = (),
+    serial: bool = False,
+    profile: str = "day0",
+    suite: str = "",
+    must_pass: Iterable[str] | None = None,
+) -> bool:
+    """Whether an item counts for this kind of target (a key of REQUIREMENTS).
+
+    ``must_pass`` are the suites that the model's manifest lists (None: a model without one); ``suite`` is empty for a
+    user's own test, which counts always. Suites that stand beside the ladder have rung "".
+    """
+    rule = REQUIREMENTS[kind]
+    wanted = frozenset(needs)
+    if serial and not (rule.serial or profile == "full"):
+        return False
+    if rung and rung not in rule.rungs:
+        return False
+    if wanted and not wanted & rule.observables:
+        return False
+    return not (suite and rule.manifest and must_pass is not None and suite not in must_pass)
+
+
+def verdict_of(error: BaseException) -> tuple[Status, str] | None:
+    """(status, reason) that an exception stands for; None for an ordinary one."""
+    status = getattr(error, "adapt_status", None)
+    return (Status(status), str(error) or str(status)) if status is not None else None

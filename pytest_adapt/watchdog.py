@@ -1,0 +1,71 @@
+"""Calls that may never return, made from one thread of their own and waited for with a limit."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+__all__ = ["Hung", "Watchdog"]
+
+T = TypeVar("T")
+
+
+class Hung(Exception):
+    """A call did not come back in time; its thread was left behind."""
+
+
+class Watchdog:
+    """Runs everything that touches one target in one daemon thread (adapters keep thread-local state), and gives up
+    waiting at a deadline. After that the thread is abandoned and the next call gets a new one."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Any] | None = None
+
+    def call(self, function: Callable[[], T], seconds: float, waiting_for: Callable[[], str]) -> T:
+        """``function()``. Raises what it raises, or Hung after ``seconds``."""
+        return next(iter(self.stream(lambda: [function()], seconds, waiting_for)))
+
+    def stream(self, produce: Callable[[], Iterable[T]], seconds: float, waiting_for: Callable[[], str]) -> Iterator[T]:
+        """The values of ``produce()`` as they come; all of them must have come after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        box: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._thread().put((produce, box))
+        while True:
+            try:
+                kind, value = box.get(timeout=max(0.001, deadline - time.monotonic()))
+            except queue.Empty:
+                self.stop()
+                raise Hung(f"no answer within {seconds:g} s while waiting for {waiting_for()}") from None
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+
+    def stop(self) -> None:
+        """Let the thread end after its present call."""
+        if self._tasks is not None:
+            self._tasks.put(None)
+            self._tasks = None
+
+    def _thread(self) -> queue.SimpleQueue[Any]:
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._tasks,), name="adapt-target", daemon=True).start()
+        return self._tasks
+
+
+def _serve(tasks: queue.SimpleQueue[Any]) -> None:
+    while (task := tasks.get()) is not None:
+        produce, box = task
+        try:
+            for value in produce():
+                box.put(("value", value))
+        except BaseException as error:  # everything goes to the caller, whose thread decides
+            box.put(("error", error))
+        else:
+            box.put(("end", None))
+        del task, produce, box
