@@ -86,7 +86,8 @@ def _fault(name: str, answer: Response, deployment: Deployment, info: Info) -> s
         return f"the probe was refused: {answer.error}"
     rows = _PROMPT + max(0, len(answer.tokens) - 1) - answer.first_row
     if name == "text":
-        return "" if answer.tokens or answer.text else "no token and no text came back"
+        ended = answer.finish == "stop" and answer.text is not None  # the first choice was the end of the text
+        return "" if answer.tokens or answer.text or ended else "no token and no text came back"
     if name == "taps":
         return _taps_fault(answer, deployment, rows)
     value: np.ndarray | None = answer.scores if name == "score" else answer.logits
