@@ -83,14 +83,16 @@ class Oracle:
         if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= self.spec.vocab:
             raise OracleError(f"tokens: expected a non-empty list of ids in 0..{self.spec.vocab - 1}")
         for pattern in record:
-            if layer_of(pattern)[1] in UNRECORDED:
+            if pattern.endswith(tuple(UNRECORDED)):
                 raise OracleError(f"record {pattern}: scores and probs pass in row blocks; record attn.context instead")
         given = {**(forced or {}), **{site(layer, _IDS): chosen for layer, chosen in (replay or {}).items()}}
         for name in given:
             if layer_of(name)[1] in UNRECORDED:
                 raise OracleError(f"forced {name}: scores and probs pass in row blocks; force attn.context instead")
         trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
-        run = _Run(self.spec, Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given), given, trace)
+        run = _Run(
+            self.spec, Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given), given, trace
+        )
         # An emulation may overflow as the real engine would: infinities and NaN are its result, not a warning.
         with np.errstate(all="ignore"):
             run.forward(ids, None if rows is None else np.asarray(rows, np.int64))
@@ -122,7 +124,7 @@ class _Run:
             x = self.layer(layer, x, tables)
         x = blocks.rms_norm(n, "final.norm", x, "model.norm.weight", spec.norm_eps)
         if rows is not None:
-            if len(rows) and not (0 <= rows.min() and rows.max() < len(tokens)):
+            if len(rows) and not (rows.min() >= 0 and rows.max() < len(tokens)):
                 raise OracleError(f"rows: expected rows of 0..{len(tokens) - 1}")
             x = x[rows]
         head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"

@@ -7,6 +7,7 @@ Selection follows a total order: higher score first, then lower expert id.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -89,8 +90,8 @@ def judge_replay(router: RouterSpec, selection: np.ndarray, own: np.ndarray, giv
     """Certificates of the rows where ``given`` ids [T, k] differ from ``own``: a structured array of `REPLAYED`.
 
     margin: by how much the run's scores prefer its own choice, the smallest error of a score (half that of a
-    group score) that could excuse the other. illegal: no scores excuse it: an expert twice, or more groups
-    than the rule keeps.
+    group score) that could excuse the other. illegal (margin infinite): no scores excuse it, an expert comes
+    twice or the experts lie in more groups than the rule keeps.
     """
     rows = np.flatnonzero((own != given).any(axis=-1))
     found = np.zeros(len(rows), REPLAYED)
@@ -102,22 +103,23 @@ def judge_replay(router: RouterSpec, selection: np.ndarray, own: np.ndarray, giv
 def _certificate(router: RouterSpec, selection: np.ndarray, given: np.ndarray) -> tuple[float, bool]:
     size = router.experts // router.groups
     used = np.unique(given // size)
-    illegal = len(np.unique(given)) < len(given) or len(used) > router.groups_kept
-    margin = 0.0
-    kept = np.ones(router.groups, np.bool_)
-    if router.groups > router.groups_kept:
-        # The most favourable set of groups that holds all given experts: those used, then the best others.
-        scores = _group_scores(router, selection[None])[0]
-        ranking = _order(scores[None])[0]
-        others = [group for group in ranking if group not in used]
-        kept[others[max(0, router.groups_kept - len(used)) :]] = False
-        threshold = scores[ranking[router.groups_kept - 1]]
-        margin = max(margin, float(threshold - scores[used].min()) / 2)
-    passed_over = np.repeat(kept, size)
+    spare = router.groups_kept - len(used)
+    if len(np.unique(given)) < len(given) or spare < 0:
+        return float("inf"), True
+    sums = _group_scores(router, selection[None])[0] if router.groups > router.groups_kept else np.zeros(router.groups)
+    unused = np.setdiff1d(np.arange(router.groups), used)
+    # The other engine kept the used groups and some others, which it does not say: the most favourable ones count.
+    return min(_excuse(selection, sums, given, [*used, *others]) for others in combinations(unused, spare)), False
+
+
+def _excuse(selection: np.ndarray, sums: np.ndarray, given: np.ndarray, kept: list[int]) -> float:
+    """Margin by which the scores speak against ``given`` experts out of the ``kept`` groups (0 where they do not)."""
+    dropped = np.setdiff1d(np.arange(len(sums)), kept)
+    group_gap = (sums[dropped].max() - sums[kept].min()) / 2 if len(dropped) else 0.0
+    passed_over = np.isin(np.arange(len(selection)) // (len(selection) // len(sums)), kept)
     passed_over[given] = False
-    if passed_over.any():
-        margin = max(margin, float(selection[passed_over].max() - selection[given].min()))
-    return margin, illegal
+    expert_gap = selection[passed_over].max() - selection[given].min() if passed_over.any() else 0.0
+    return float(max(0.0, group_gap, expert_gap))
 
 
 def _group_scores(router: RouterSpec, selection: np.ndarray) -> np.ndarray:

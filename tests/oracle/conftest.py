@@ -14,52 +14,113 @@ import pytest
 # Crosses the oracle's row block (256), every window and every original rotary range below.
 TOKENS = 300
 
-LLAMA: dict[str, Any] = dict(
-    vocab_size=211, hidden_size=60, intermediate_size=92, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=14, rms_norm_eps=3e-5, max_position_embeddings=512, rope_theta=1234.0,
-)  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 60,
+    "intermediate_size": 92,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "rms_norm_eps": 3e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 1234.0,
+}
 QWEN: dict[str, Any] = dict(
-    LLAMA, vocab_size=197, moe_intermediate_size=26, num_experts=13, num_experts_per_tok=3, attention_bias=True,
+    LLAMA,
+    vocab_size=197,
+    moe_intermediate_size=26,
+    num_experts=13,
+    num_experts_per_tok=3,
+    attention_bias=True,
     num_hidden_layers=4,
-)  # fmt: skip
-DEEPSEEK: dict[str, Any] = dict(
-    vocab_size=199, hidden_size=60, intermediate_size=92, moe_intermediate_size=26, num_hidden_layers=3,
-    first_k_dense_replace=1, num_attention_heads=5, num_key_value_heads=5, n_routed_experts=15, num_experts_per_tok=4,
-    n_group=5, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5, q_lora_rank=28, kv_lora_rank=22,
-    qk_rope_head_dim=12, qk_nope_head_dim=10, v_head_dim=16, max_position_embeddings=512, rope_theta=1234.0,
-    rms_norm_eps=3e-5,
-)  # fmt: skip
-LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
-YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64)
-DEEPSEEK_YARN = dict(
-    rope_type="yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.3, beta_fast=16,
-    beta_slow=2,
-)  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 60,
+    "intermediate_size": 92,
+    "moe_intermediate_size": 26,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "n_routed_experts": 15,
+    "num_experts_per_tok": 4,
+    "n_group": 5,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 22,
+    "qk_rope_head_dim": 12,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 1234.0,
+    "rms_norm_eps": 3e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 16,
+    "beta_slow": 2,
+}
 
 # name -> (configuration class in transformers, its arguments, centre of the selection biases)
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama-tied-biases": (
-        "LlamaConfig", dict(LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True), 0.0),
+        "LlamaConfig",
+        dict(LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        0.0,
+    ),
     "llama-llama3-rope": ("LlamaConfig", dict(LLAMA, rope_scaling=LLAMA3), 0.0),
     "qwen3-half-sliding": (
-        "Qwen3Config", dict(LLAMA, use_sliding_window=True, sliding_window=37, max_window_layers=1), 0.0),
+        "Qwen3Config",
+        dict(LLAMA, use_sliding_window=True, sliding_window=37, max_window_layers=1),
+        0.0,
+    ),
     "qwen3moe-renorm-yarn-dense-layers": (
-        "Qwen3MoeConfig", dict(QWEN, norm_topk_prob=True, rope_scaling=YARN, mlp_only_layers=[1]), 0.0),
+        "Qwen3MoeConfig",
+        dict(QWEN, norm_topk_prob=True, rope_scaling=YARN, mlp_only_layers=[1]),
+        0.0,
+    ),
     "qwen3moe-plain-window-tied": (
         "Qwen3MoeConfig",
-        dict(QWEN, norm_topk_prob=False, use_sliding_window=True, sliding_window=37, decoder_sparse_step=2,
-             tie_word_embeddings=True), 0.0),
+        dict(
+            QWEN,
+            norm_topk_prob=False,
+            use_sliding_window=True,
+            sliding_window=37,
+            decoder_sparse_step=2,
+            tie_word_embeddings=True,
+        ),
+        0.0,
+    ),
     "mixtral-window": (
-        "MixtralConfig", dict(LLAMA, num_local_experts=7, num_experts_per_tok=3, sliding_window=41), 0.0),
+        "MixtralConfig",
+        dict(LLAMA, num_local_experts=7, num_experts_per_tok=3, sliding_window=41),
+        0.0,
+    ),
     "mixtral-full": ("MixtralConfig", dict(LLAMA, num_local_experts=5, num_experts_per_tok=2), 0.0),
     "deepseek-groups-yarn-high-bias": ("DeepseekV3Config", dict(DEEPSEEK, rope_scaling=DEEPSEEK_YARN), 7.0),
     "deepseek-low-bias-no-qlora": (
         "DeepseekV3Config",
-        dict(DEEPSEEK, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, attention_bias=True), -7.0),
+        dict(DEEPSEEK, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
+        -7.0,
+    ),
     "deepseek-one-group": ("DeepseekV3Config", dict(DEEPSEEK, n_group=1, topk_group=1, attention_bias=True), 7.0),
-}  # fmt: skip
+}
 
 
 @dataclass

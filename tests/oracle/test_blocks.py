@@ -145,7 +145,9 @@ def test_attention_rounds_what_eager_code_materialises(torch_stack: None, precis
 
 
 def _eps_outside(n: Numerics, name: str, x: np.ndarray, weight: str, eps: float) -> np.ndarray:
-    return n.site(name, n.parameter(weight) * n.inner(f"{name}.unit", x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps)))
+    return n.site(
+        name, n.parameter(weight) * n.inner(f"{name}.unit", x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps))
+    )
 
 
 def _eps_lost(original: Callable[..., Any]) -> Callable[..., Any]:
