@@ -16,7 +16,7 @@ def test_the_model_loads_and_answers(target, model, precision, judge):
 
 
 @pytest.mark.requirement(11, 15, 17)
-@pytest.mark.adapt(rung="loads", needs=("load_audit",))
+@pytest.mark.adapt(rung="loads", needs=("text",), features={"load_audit": (1,)})
 def test_every_tensor_is_read_once_and_the_load_is_reported(target, model, precision, judge):
     report = target.info.load
     expected = len(model.tensor_names())
@@ -37,7 +37,7 @@ def test_the_source_is_left_unchanged(target, model, precision, judge):
 
 
 @pytest.mark.requirement(15, 102)
-@pytest.mark.adapt(rung="loads", needs=("load_audit",))
+@pytest.mark.adapt(rung="loads", needs=("text",), features={"load_audit": (1,)})
 @pytest.mark.parametrize("kind", damage.KINDS)
 def test_a_damaged_checkpoint_is_refused(target, model, kind, judge, tmp_path):
     """Truncated, missing, duplicate, stale, misshapen or non-finite: refused, with file and tensor named."""
