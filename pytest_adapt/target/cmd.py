@@ -79,7 +79,8 @@ class CmdTarget:
             raise UnsupportedDeployment(f"precision {deployment.precision}: the spec says precisions={declared}")
         if not declared and not self._template.precisions and deployment.precision != "bf16":
             raise UnsupportedDeployment(
-                f"precision {deployment.precision}: the command has no {{dtype}}; say what it runs: cmd[precisions=fp32]:..."
+                f"precision {deployment.precision}: the command has no {{dtype}}; "
+                "say what it runs: cmd[precisions=fp32]:..."
             )
         asked = [name for name, setting in deployment.features if setting]
         if asked:
@@ -88,7 +89,8 @@ class CmdTarget:
     def _start(self, deployment: Deployment) -> str:
         """Start the server and wait until it is healthy; its API's URL. A taken port is tried again elsewhere."""
         model = str(Path(deployment.model).resolve())
-        for attempt in range(_PORT_ATTEMPTS):
+        log, why = Path(), ""
+        for _ in range(_PORT_ATTEMPTS):
             port = _free_port()
             line = self._template.render(replace(deployment, model=model), port=port, python=sys.executable)
             log = log_path(self._settings.log_dir, f"cmd-{Path(model).name}-{deployment.layout}-{deployment.precision}")
@@ -97,11 +99,10 @@ class CmdTarget:
             why = self._wait(url)
             if not why:
                 return url
-            taken = _PORT_TAKEN.search(tail(log)) is not None
-            if not taken or attempt == _PORT_ATTEMPTS - 1:
-                break
+            if _PORT_TAKEN.search(tail(log)) is None:
+                self._fail(TargetError(why))
             self.close()
-        self._fail(TargetError(why))
+        raise TargetError(f"target cmd: {why}: every port was taken\n{tail(log)}")
 
     def _wait(self, url: str) -> str:
         """Empty once the server is healthy, else why it will not be."""

@@ -13,15 +13,12 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pytest_adapt import sites
 from pytest_adapt.target.protocol import (
@@ -31,19 +28,18 @@ from pytest_adapt.target.protocol import (
     Response,
     Sampling,
     TargetError,
-    TopK,
     UnsupportedDeployment,
 )
+from pytest_adapt.target.threads import calm_openmp, fair_threads
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_adapt.target.registry import TargetSettings
 
-__all__ = ["HfTarget", "rows_of_logits"]
+__all__ = ["HfTarget"]
 
 _OPTIONS = {"device": "cpu", "attn": "eager"}
-_ROW_BLOCK = 256
 _FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 7, 16, 64)}
 
 
@@ -61,10 +57,6 @@ class _Sequence:
     def first_row(self) -> int:
         """The last row of the prompt is always kept: the first new token is chosen from it."""
         return min(self.request.first_row, len(self.request.prompt) - 1)
-
-    @property
-    def fed(self) -> tuple[int, ...]:
-        return (*self.request.prompt, *self.tokens[:-1])
 
 
 class HfTarget:
@@ -97,11 +89,12 @@ class HfTarget:
         for name, setting in deployment.features:
             if setting and name not in _FEATURES:
                 raise UnsupportedDeployment(f"feature {name}: hf: has {', '.join(_FEATURES)}")
-        _calm_threads()
+        calm_openmp()
         import torch
         import transformers
 
-        threads = _limit_threads()
+        threads = fair_threads()
+        torch.set_num_threads(threads)
         started = time.perf_counter()
         model, warnings = self._load(deployment)
         seconds = time.perf_counter() - started
@@ -327,9 +320,11 @@ class HfTarget:
     def _response(self, sequence: _Sequence, seconds: float) -> Response:
         import torch
 
+        from pytest_adapt.target.rows import following_tokens, rows_of_logits
+
         request = sequence.request
         logits = torch.cat(sequence.logits)
-        following = np.array([*sequence.fed[1:], -1], dtype=np.int64)[sequence.first_row :]
+        following = following_tokens(request.prompt, sequence.tokens, sequence.first_row)
         scores, topk = rows_of_logits(logits, following, request.topk)
         return Response(
             request.id,
@@ -361,27 +356,6 @@ class HfTarget:
             except Exception as error:  # as for models: many kinds for one broken file
                 raise _refusal(Path(self._deployment.model), error) from error
         return self._tokenizer
-
-
-def rows_of_logits(logits: torch.Tensor, following: np.ndarray, k: int) -> tuple[np.ndarray, TopK]:
-    """Scores and top-k of logits [rows, V], computed in float64 in blocks of rows.
-
-    ``following`` is int64 [rows], the token after each row; -1 gives nan. Returns float64 [rows] and TopK.
-    """
-    import torch
-
-    rows, vocab = logits.shape
-    k = min(k, vocab)
-    scores = np.full(rows, np.nan)
-    ids, logprobs = np.empty((rows, k), np.int64), np.empty((rows, k))
-    for start in range(0, rows, _ROW_BLOCK):
-        block = torch.log_softmax(logits[start : start + _ROW_BLOCK].double(), dim=-1)
-        here = slice(start, start + len(block))
-        known = np.flatnonzero(following[here] >= 0)
-        scores[start + known] = block.numpy()[known, following[here][known]]
-        best = torch.topk(block, k, dim=-1)
-        ids[here], logprobs[here] = best.indices.numpy(), best.values.numpy()
-    return scores, TopK(ids, logprobs)
 
 
 def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
@@ -417,23 +391,6 @@ def _new_cache(model: Any) -> Any:
 def _cache_argument(model: Any) -> str:
     """transformers 5.2x renamed past_key_values to cache."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _calm_threads() -> None:
-    """Before torch is imported: idle OpenMP threads sleep instead of spinning against other workers."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _limit_threads() -> int:
-    """Cores shared among xdist workers, unless OMP_NUM_THREADS says otherwise."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        torch.set_num_threads(
-            max(1, len(os.sched_getaffinity(0)) // workers if hasattr(os, "sched_getaffinity") else 1)
-        )
-    return int(torch.get_num_threads())
 
 
 def _refusal(directory: Path, error: Exception) -> TargetError:

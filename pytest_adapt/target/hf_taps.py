@@ -7,6 +7,7 @@ queries and keys, which the attention function receives (`watched_attention`).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,7 +152,7 @@ class TapRecorder:
 @contextmanager
 def watched_attention(recorder: TapRecorder, implementation: str) -> Iterator[str]:
     """Name of an attention implementation that shows its inputs to ``recorder`` and then calls ``implementation``."""
-    from transformers import AttentionInterface
+    transformers: Any = importlib.import_module("transformers")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = f"adapt_{implementation}_{id(recorder):x}"
@@ -159,15 +160,19 @@ def watched_attention(recorder: TapRecorder, implementation: str) -> Iterator[st
     def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> Any:
         recorder.attention(module, query, key)
         own: Any = sys.modules[type(module).__module__]
-        called = own.eager_attention_forward if implementation == "eager" else AttentionInterface()[implementation]  # type: ignore[no-untyped-call]
+        called = (
+            own.eager_attention_forward
+            if implementation == "eager"
+            else transformers.AttentionInterface()[implementation]
+        )
         return called(module, query, key, *rest, **more)
 
-    AttentionInterface.register(name, attend)
+    transformers.AttentionInterface.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
     try:
         yield name
     finally:
-        AttentionInterface._global_mapping.pop(name, None)
+        transformers.AttentionInterface._global_mapping.pop(name, None)
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 

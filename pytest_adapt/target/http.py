@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -187,7 +188,5 @@ def _words(body: Mapping[str, Any]) -> str:
 
 def _cut(sock: socket.socket, expired: threading.Event) -> None:
     expired.set()
-    try:
+    with contextlib.suppress(OSError):  # closed in between
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed in between

@@ -139,7 +139,8 @@ class OpenAITarget:
     def _check(self, deployment: Deployment) -> None:
         if deployment.layout != "single":
             raise UnsupportedDeployment(
-                f"layout {deployment.layout}: a running server keeps the layout it was started with; cmd: starts one per layout"
+                f"layout {deployment.layout}: a running server keeps the layout it was started with; "
+                "cmd: starts one per layout"
             )
         declared = self._settings.options.get("precisions")
         if declared and deployment.precision not in declared.split("+"):

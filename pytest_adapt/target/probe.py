@@ -50,8 +50,8 @@ def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
             missing[name] = why
     if together.error is None and together.prompt_tokens != len(prompt):
         raise TargetError(
-            f"{info.name} counted {together.prompt_tokens} prompt tokens where {len(prompt)} were sent: it adds, drops or "
-            "splits tokens, so no position can be compared (does it serve the checkpoint of this deployment, "
+            f"{info.name} counted {together.prompt_tokens} prompt tokens where {len(prompt)} were sent: it adds, drops "
+            "or splits tokens, so no position can be compared (does it serve the checkpoint of this deployment, "
             "with its tokenizer, and without a begin token of its own?)"
         )
     if set(missing) == set(declared) and "text" in missing:
@@ -141,8 +141,9 @@ def _feature_fault(name: str, target: Target, deployment: Deployment, info: Info
     prompt = tuple(_prompt(info)[i % _PROMPT] for i in range(8 * _PROMPT))[
         : max(1, (info.max_context or 1 << 20) - _NEW)
     ]
-    _ask(target, prompt, ["text"])
-    cached = _ask(target, prompt, ["text"]).cached_tokens
+    request = Request("adapt-probe-prefix", prompt, max_new_tokens=_NEW, first_row=len(prompt) - 1)
+    answers = [next(iter(target.run([request]))) for _ in range(2)]
+    cached = answers[1].cached_tokens
     if cached is None:
         return "the target does not report cached_tokens"
     return "" if cached > 0 else "a repeated prompt took nothing from the cache"

@@ -196,7 +196,9 @@ def builtin_registry() -> Registry:
     registry.register(
         "builtin",
         f"{here}.builtin:BuiltinTarget",
-        defaults=TargetDefaults(features={**chunks, "native": (0, 1), "prefix_cache": (0, 1)}, observables=everything),
+        defaults=TargetDefaults(
+            features={**chunks, "native": (0, 1), "page_size": (0, 5), "prefix_cache": (0, 1)}, observables=everything
+        ),
         requires=("adapt_engine", "torch"),
         install="pip install 'pytest-adapt[engine]' (from a checkout: pip install . ./engine)",
         usage="builtin",
@@ -295,7 +297,8 @@ def _python_defaults(spec: TargetSpec) -> TargetDefaults:
     lacking = [method for method in ("open", "run", "close") if not callable(getattr(adapter, method, None))]
     if lacking:
         raise TargetError(
-            f"target {spec.text!r}: {name} lacks {', '.join(lacking)}; a target has open, run and close (docs/targets.md)"
+            f"target {spec.text!r}: {name} lacks {', '.join(lacking)}; "
+            "a target has open, run and close (docs/targets.md)"
         )
     given = getattr(adapter, "defaults", {})
     given = given() if callable(given) else given

@@ -1,0 +1,219 @@
+"""``builtin``: the engine of the `adapt-engine` distribution, in this process; shows everything it computes.
+
+The only module of the judge that imports the engine. `BuiltinTarget.engine` is the opened engine, whose seams
+(kernel registry, cache, pool, scheduler) faults are installed at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
+from pytest_adapt.target.seams import BuiltinSeams
+from pytest_adapt.target.threads import calm_openmp, fair_threads
+
+if TYPE_CHECKING:
+    from adapt_engine import Engine, SequenceRequest, SequenceResult
+    from adapt_engine.tokenizer import Tokenizer
+
+    from pytest_adapt.target.registry import TargetSettings
+
+__all__ = ["BuiltinTarget"]
+
+_FEATURES = {
+    "load_audit": (1,),
+    "native": (0, 1),
+    "page_size": (0, 5),
+    "prefill_chunk": (0, 1, 7, 16, 64),
+    "prefix_cache": (0, 1),
+}
+_ROWS = frozenset({"logits", "score", "topk"})
+
+
+class BuiltinTarget:
+    """The built-in engine as a target; shows taps, logits, scores, top-k and text."""
+
+    def __init__(self, argument: str, settings: TargetSettings) -> None:
+        if argument:
+            raise TargetError(f"target builtin:{argument}: nothing may follow the name; write builtin")
+        self._settings = settings
+        self._deployment = Deployment("")
+        self._eos: frozenset[int] = frozenset()
+        self._reader: Tokenizer | None = None
+        self.engine: Engine | None = None
+        self.seams = BuiltinSeams()
+        """Where `pytest_adapt.faults` are put in."""
+
+    def open(self, deployment: Deployment) -> Info:
+        self.close()
+        if deployment.layout != "single":
+            raise UnsupportedDeployment(
+                f"layout {deployment.layout}: the built-in engine runs on one rank (layout single)"
+            )
+        if deployment.kv_precision != "auto":
+            raise UnsupportedDeployment(
+                f"KV precision {deployment.kv_precision}: the built-in engine keeps what it computed"
+            )
+        for name, setting in deployment.features:
+            if setting and name not in _FEATURES:
+                raise UnsupportedDeployment(f"feature {name}: the built-in engine has {', '.join(_FEATURES)}")
+        calm_openmp()
+        import torch
+        from adapt_engine import Engine, EngineError, EngineOptions, __version__
+
+        threads = fair_threads()
+        native = bool(deployment.feature("native", 1))
+        try:
+            options = EngineOptions(
+                precision=deployment.precision,
+                max_context=deployment.max_context,
+                kv_tokens=deployment.kv_tokens,
+                page_size=deployment.feature("page_size") or EngineOptions.page_size,
+                prefill_chunk=deployment.feature("prefill_chunk"),
+                prefix_cache=bool(deployment.feature("prefix_cache")),
+                mode=self._settings.mode,
+                threads=threads,
+                native=native,
+                seed=deployment.seed,
+                taps=deployment.taps,
+            )
+            self.seams.before_open()
+            self.engine = Engine.open(deployment.model, options)
+        except EngineError as error:
+            self.seams.detach()
+            raise TargetError(f"builtin: {error}") from error
+        self.seams.attach(self.engine)
+        self._deployment, self._eos = deployment, _end_tokens(Path(deployment.model))
+        report, counts = self.engine.load_report, Counter(self.engine.kernels().values())
+        return Info(
+            name="adapt-engine",
+            version=__version__,
+            observables=frozenset({"taps", "logits", "score", "topk", "text"}),
+            features=dict(_FEATURES),
+            max_context=deployment.max_context,
+            vocab_size=self.engine.spec.vocab,
+            sites=tuple(dict.fromkeys(re.sub(r"^layer\.\d+\.", "layer.*.", site) for site in self.engine.spec.sites())),
+            rounds="eager",
+            environment={
+                "torch": torch.__version__,
+                "threads": str(threads),
+                "mode": self._settings.mode,
+                "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
+            },
+            load={
+                "seconds": report.seconds,
+                "bytes": report.bytes,
+                "bytes_per_second": report.bytes_per_second,
+                "tensors": report.tensors,
+                "files": report.files,
+                "warnings": list(report.warnings),
+            },
+        )
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Response]:
+        if self.engine is None:
+            raise TargetError("target builtin: not open")
+        from adapt_engine import EngineError
+
+        asked = {request.id: request for request in requests}
+        try:
+            for result in self.engine.run([self._sequence(request) for request in asked.values()]):
+                yield self._response(asked[result.id], result)
+        except EngineError as error:
+            raise TargetError(f"builtin: {error}") from error
+
+    def close(self) -> None:
+        engine, self.engine, self._reader = self.engine, None, None
+        self.seams.detach()
+        if engine is not None:
+            engine.close()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text``, as the checkpoint's tokenizer gives them."""
+        return list(self._tokenizer().encode(text))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer().decode(ids))
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the engine since it was opened."""
+        return {} if self.engine is None else self.engine.stats()
+
+    def _tokenizer(self) -> Tokenizer:
+        from adapt_engine import CheckpointError
+        from adapt_engine.tokenizer import Tokenizer as Reader
+
+        try:
+            self._reader = self._reader or Reader(self._deployment.model)
+            return self._reader
+        except CheckpointError as error:
+            raise TargetError(f"builtin: {error}") from error
+
+    def _sequence(self, request: Request) -> SequenceRequest:
+        from adapt_engine import SequenceRequest
+
+        rows = bool(request.want & _ROWS)
+        # Rows that nobody wants may come from the prefix cache; the engine never covers a wanted one.
+        wanted = rows or "taps" in request.want
+        return SequenceRequest(
+            id=request.id,
+            prompt=request.prompt,
+            max_new_tokens=request.max_new_tokens,
+            want_logits=rows,
+            temperature=request.sampling.temperature,
+            top_k=request.sampling.top_k,
+            top_p=request.sampling.top_p,
+            seed=request.sampling.seed,
+            stop=request.stop if request.ignore_eos else (*request.stop, *sorted(self._eos)),
+            first_row=_first_row(request) if wanted else len(request.prompt) + max(0, request.max_new_tokens),
+        )
+
+    def _response(self, request: Request, result: SequenceResult) -> Response:
+        from pytest_adapt.target.rows import following_tokens, rows_of_logits
+
+        length = len(request.prompt)
+        if result.error is not None:
+            return Response(request.id, length, finish="abort", error=result.error, seconds=result.seconds)
+        first = _first_row(request)
+        response = Response(
+            request.id,
+            prompt_tokens=length,
+            tokens=result.tokens,
+            finish=result.finish,
+            first_row=first,
+            cached_tokens=result.cached_tokens,
+            seconds=result.seconds,
+        )
+        if "taps" in request.want:
+            response.taps = {name: value.numpy() for name, value in result.taps.items()}
+        if result.logits is not None:
+            logits = result.logits
+            scores, topk = rows_of_logits(logits, following_tokens(request.prompt, result.tokens, first), request.topk)
+            response.logits = logits.numpy() if "logits" in request.want else None
+            response.scores = scores if "score" in request.want else None
+            response.topk = topk if "topk" in request.want else None
+        if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
+            response.text = self.detokenize(result.tokens)
+        return response
+
+
+def _first_row(request: Request) -> int:
+    """The last row of the prompt is always kept: the first new token is chosen from it."""
+    return max(0, min(request.first_row, len(request.prompt) - 1))
+
+
+def _end_tokens(directory: Path) -> frozenset[int]:
+    """End-of-text ids of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((directory / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()

@@ -1,0 +1,79 @@
+"""Where faults are put into the built-in engine: its op registry, its weight loader and its KV cache.
+
+Implements `pytest_adapt.faults.Seams`. Operations belong to an opened engine, so their wrappers are kept and put
+on at each open; methods of the loader and of the cache are replaced on their classes while one deployment is open.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adapt_engine import Engine
+
+    from pytest_adapt.faults.registry import Operation, Wrapper
+
+__all__ = ["BuiltinSeams"]
+
+_METHODS = {
+    "loader.read": ("adapt_engine.weights.loader", "Loader", "read"),
+    "loader.assign": ("adapt_engine.weights.loader", "Loader", "assign"),
+    "kv.write": ("adapt_engine.kv.cache", "PagedCache", "write"),
+    "kv.gather": ("adapt_engine.kv.cache", "PagedCache", "gather"),
+    "pool.free": ("adapt_engine.kv.pool", "BlockPool", "free"),
+}
+
+
+class BuiltinSeams:
+    """Seams of one `BuiltinTarget`."""
+
+    def __init__(self) -> None:
+        self._operations: list[tuple[str, Wrapper]] = []
+        self._methods: list[tuple[str, Wrapper]] = []
+        self._originals: list[tuple[type, str, Operation]] = []
+        self._engine: Engine | None = None
+
+    def wrap(self, seam: str, wrapper: Wrapper) -> None:
+        """See `pytest_adapt.faults.Seams`."""
+        from adapt_engine.kernels.registry import OPS
+
+        if seam in _METHODS:
+            self._methods.append((seam, wrapper))
+        elif seam in OPS:
+            self._operations.append((seam, wrapper))
+        else:
+            raise KeyError(f"the built-in engine has no seam {seam!r}; seams are {', '.join((*OPS, *_METHODS))}")
+
+    def restore(self) -> None:
+        """See `pytest_adapt.faults.Seams`. Operations of an engine that is open now keep their wrappers until it closes."""
+        self.detach()
+        self._operations.clear()
+        self._methods.clear()
+
+    def layer(self) -> int | None:
+        """See `pytest_adapt.faults.Seams`."""
+        return None if self._engine is None else self._engine.kernels_registry.layer
+
+    def before_open(self) -> None:
+        """Replace the methods; the target calls this before the engine reads a byte."""
+        import importlib
+
+        for seam, wrapper in self._methods:
+            module, owner, method = _METHODS[seam]
+            cls: Any = getattr(importlib.import_module(module), owner)
+            original = getattr(cls, method)
+            self._originals.append((cls, method, original))
+            setattr(cls, method, wrapper(original))
+
+    def attach(self, engine: Engine) -> None:
+        """Wrap the operations of an engine that has just opened."""
+        self._engine = engine
+        for seam, wrapper in self._operations:
+            engine.kernels_registry.wrap(seam, wrapper)
+
+    def detach(self) -> None:
+        """Put the methods back; the target calls this when it closes, and when an open failed."""
+        self._engine = None
+        while self._originals:
+            cls, method, original = self._originals.pop()
+            setattr(cls, method, original)
