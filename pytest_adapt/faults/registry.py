@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Fault", "Operation", "Seams", "UnknownFault", "catalogue", "get"]
+__all__ = ["Fault", "Operation", "Seams", "UnknownFault", "Wrapper", "catalogue", "get"]
 
 Operation = Callable[..., Any]
+Wrapper = Callable[[Operation], Operation]
 
 
 class Seams(Protocol):
     """What a target must offer (as its ``seams`` attribute) so that faults can be put into it."""
 
-    def wrap(self, seam: str, wrapper: Callable[[Operation], Operation]) -> None:
+    def wrap(self, seam: str, wrapper: Wrapper) -> None:
         """Replace ``seam`` by ``wrapper(original)`` in every deployment opened from now on, until ``restore``.
 
         Seams are the target's own names: an operation ("rms_norm"), a method of its loader ("loader.read") or of
