@@ -1,0 +1,177 @@
+"""``python -m pytest_adapt goldens``: look at, take in, make and check golden records."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_adapt.golden import review
+from pytest_adapt.golden.lint import orphans, verify
+from pytest_adapt.golden.make import Witness, catalogue_tasks, provenance
+from pytest_adapt.golden.record import RecordError
+from pytest_adapt.golden.review import Pending, ReviewError
+from pytest_adapt.golden.store import Store, StoreError, shipped_store
+
+__all__ = ["main"]
+
+_REFUSALS = ("structure", "many", "observed", "dirty")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; returns the exit code: 0 done, 1 a finding or refusal (one line on stderr), 2 wrong usage."""
+    options = _parser().parse_args(arguments)
+    store = Store(options.store) if options.store else shipped_store()
+    try:
+        code: int = options.run(options, store)
+    except (StoreError, RecordError, ReviewError) as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pytest_adapt goldens", description=__doc__)
+    parser.add_argument("--store", type=Path, metavar="DIR", help="your own records (default: those that ship)")
+    parser.add_argument("--pending", type=Path, metavar="DIR", default=Path(".adapt/pending"))
+    parser.add_argument("--models-root", type=Path, metavar="DIR", default=Path(".adapt/models"))
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        return command
+
+    add("list", _list, "records of the store, and pending ones")
+    add("review", _review, "look at each pending record and accept, reject or skip it (needs a terminal)")
+    accepting = add("accept", _accept, "take pending records in")
+    accepting.add_argument("names", nargs="*", metavar="ID", help="record ids or shell patterns")
+    accepting.add_argument("--all", action="store_true", help="every pending record")
+    accepting.add_argument("--reason", required=True, help="why they change; kept in the index")
+    for name in _REFUSALS:
+        accepting.add_argument(f"--allow-{name}", action="store_true")
+    rejecting = add("reject", _reject, "delete pending records")
+    rejecting.add_argument("names", nargs="*", metavar="ID")
+    rejecting.add_argument("--all", action="store_true")
+    add("verify", _verify, "index, files, digests and catalogue against each other; runs no test")
+    pruning = add("prune", _prune, "delete records that no model and prompt of the catalogue needs")
+    pruning.add_argument("--yes", action="store_true", help="delete; without it they are only listed")
+    making = add("make", _make, "compute reference records with the oracle, confirmed by transformers")
+    making.add_argument("--models", nargs="+", default=[], metavar="NAME", help="these only (default: all)")
+    making.add_argument("--reason", required=True, help="why they are made; kept in the index")
+    return parser
+
+
+def _list(options: argparse.Namespace, store: Store) -> int:
+    for record_id, entry in sorted(store.entries.items()):
+        precisions = ",".join(entry.get("precisions", []))
+        print(f"{record_id:44} {entry.get('kind'):9} {entry.get('tokens'):5} tokens  {precisions}")
+    pending = review.list_pending(options.pending)
+    print(f"{len(store.entries)} records in {store.directory}, {len(pending)} pending in {options.pending}")
+    for line in review.table(store, pending):
+        print(line)
+    return 0
+
+
+def _review(options: argparse.Namespace, store: Store) -> int:
+    pending = review.list_pending(options.pending)
+    if not sys.stdin.isatty():
+        print(
+            "review needs a terminal; without one: goldens list, goldens accept ID --reason ..., goldens reject ID",
+            file=sys.stderr,
+        )
+        return 2
+    for number, one in enumerate(pending, 1):
+        print(f"[{number}/{len(pending)}]")
+        print("\n".join(review.table(store, [one])))
+        answer = input("a accept, r reject, s skip > ").strip().lower()
+        if answer == "a":
+            reason = input("reason > ").strip()
+            if not reason:
+                print("a record changes only for a reason; skipped")
+                continue
+            try:
+                print("\n".join(review.accept(store, [one], provenance(reason))))
+            except ReviewError as problem:
+                print(problem)
+        elif answer == "r":
+            review.reject([one])
+    return 0
+
+
+def _accept(options: argparse.Namespace, store: Store) -> int:
+    chosen = _chosen(options)
+    print("\n".join(review.table(store, chosen)))
+    allowed = {f"allow_{name}": getattr(options, f"allow_{name}") for name in _REFUSALS}
+    for line in review.accept(store, chosen, provenance(options.reason), **allowed):
+        print(line)
+    return 0
+
+
+def _reject(options: argparse.Namespace, store: Store) -> int:
+    chosen = _chosen(options)
+    review.reject(chosen)
+    print(f"{len(chosen)} pending records deleted; {store.directory} is as it was")
+    return 0
+
+
+def _verify(options: argparse.Namespace, store: Store) -> int:
+    tasks, absent = catalogue_tasks(options.models_root)
+    findings = verify(store, {name: task.key for name, task in tasks.items()}, partial=bool(absent))
+    for finding in findings:
+        print(f"{finding.kind}: {finding.message}")
+    for model, reason in absent.items():
+        print(f"not checked: {model} ({reason})")
+    print(f"{len(store.entries)} records, {len(tasks)} expected, {len(findings)} findings")
+    return 1 if findings else 0
+
+
+def _prune(options: argparse.Namespace, store: Store) -> int:
+    tasks, absent = catalogue_tasks(options.models_root)
+    if absent:
+        raise StoreError(
+            f"cannot tell what {next(iter(absent))} needs ({next(iter(absent.values()))}); nothing deleted"
+        )
+    found = orphans(store, tasks)
+    for record_id in found:
+        print(f"{'deleted' if options.yes else 'orphan'}: {record_id}")
+        if options.yes:
+            store.remove(record_id)
+    if found and not options.yes:
+        print("nothing deleted; add --yes")
+    return 0
+
+
+def _make(options: argparse.Namespace, store: Store) -> int:
+    tasks, absent = catalogue_tasks(options.models_root, options.models)
+    for model, reason in absent.items():
+        print(f"left out: {model} ({reason})")
+    told = provenance(options.reason)
+    witness = Witness()
+    try:
+        for record_id, task in tasks.items():
+            record = task.make()
+            outcome = store.write(record, {**told, "witness": witness.confirm(task, record)})
+            shares = ", ".join(f"{p} {record.certified(p).mean():.0%}" for p in record.precisions)
+            print(f"{record_id}: {outcome}; certified {shares}", flush=True)
+    finally:
+        witness.close()
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> list[Pending]:
+    pending = review.list_pending(options.pending)
+    if options.all:
+        return pending
+    if not options.names:
+        raise ReviewError("name the records, or --all; goldens list shows what is pending")
+    for name in options.names:
+        if not any(fnmatch.fnmatchcase(one.record_id, name) or one.path.name == name for one in pending):
+            raise ReviewError(f"{name}: nothing pending has this id; goldens list shows what is pending")
+    return [
+        one
+        for one in pending
+        if any(fnmatch.fnmatchcase(one.record_id, name) or one.path.name == name for name in options.names)
+    ]

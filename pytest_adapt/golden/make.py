@@ -1,0 +1,149 @@
+"""Making reference records: the oracle's answers, confirmed by a witness that shares no code with it.
+
+The witness is transformers in float32. A record that it contradicts is not written: an error of the oracle, or a
+regression that someone wants to record as the new truth, has to pass two implementations.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_adapt.golden.record import Record, RecordKey, make_record
+from pytest_adapt.golden.reference import OracleReference, carriers
+from pytest_adapt.golden.store import StoreError
+
+__all__ = ["Task", "Witness", "catalogue_tasks", "provenance"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One record to be made: a prompt of a model, and the shorter prompts that its record serves."""
+
+    live: OracleReference
+    key: RecordKey
+    tokens: tuple[int, ...]
+    inside: tuple[int, ...]
+    """Lengths of the prompts that share the record."""
+
+    def make(self) -> Record:
+        return make_record(self.live.oracle, self.key, self.tokens, self.live.precisions, self.inside)
+
+
+def catalogue_tasks(root: Path, names: Sequence[str] = ()) -> tuple[dict[str, Task], dict[str, str]]:
+    """(record id -> task, model -> why it cannot be made) for catalogue models (all, or ``names``).
+
+    Checkpoints are written below ``root``. Raises StoreError for an unknown name.
+    """
+    from pytest_adapt.models import ModelError, catalogue, materialise, prompts, spec_hash
+
+    entries = catalogue()
+    unknown = sorted(set(names) - set(entries))
+    if unknown:
+        raise StoreError(f"unknown model {unknown[0]!r}; the catalogue has {', '.join(entries)}")
+    tasks: dict[str, Task] = {}
+    absent: dict[str, str] = {}
+    for name in names or entries:
+        entry = entries[name]
+        try:
+            directory = materialise(name, root)
+        except ModelError as problem:
+            absent[name] = str(problem)
+            continue
+        live = OracleReference(directory, entry.precisions, name)
+        every = {prompt: tuple(tokens) for prompt, tokens in prompts(entry, directory).items()}
+        served = carriers(every)
+        for prompt in sorted(set(served.values())):
+            inside = tuple(len(every[one]) for one, carrier in served.items() if carrier == prompt)
+            key = live.key(prompt, every[prompt], spec_hash(entry))
+            tasks[key.id] = Task(live, key, every[prompt], inside)
+    return tasks, absent
+
+
+class Witness:
+    """transformers in float32, asked about the prompts of one model after the other."""
+
+    def __init__(self) -> None:
+        from pytest_adapt.target.registry import builtin_registry
+
+        self._target: Any = builtin_registry().resolve("hf:").create()
+        self._open: tuple[Path, Any] | None = None
+
+    def confirm(self, task: Task, record: Record) -> dict[str, Any]:
+        """Who confirmed the record, and how far apart they are. Raises StoreError when they disagree."""
+        from pytest_adapt.target.protocol import Request
+        from pytest_adapt.verdict.judge import Judge
+
+        info = self._opened(task.live.directory)
+        request = Request("witness", task.tokens, want=frozenset({"logits"}))
+        (response,) = self._target.run([request])
+        judge = Judge("fp32")
+        judge.prompt_tokens(task.key.prompt, response, task.tokens)
+        judge.against_record(task.key.prompt, response, record)
+        if judge.failures():
+            raise StoreError(f"{task.key.id}: the witness {info.name} {info.version} disagrees: {judge.message()}")
+        found = {one.metric: one for one in judge.measurements}
+        return {
+            "name": info.name,
+            "version": info.version,
+            "max_error": float(f"{found['logprob.max'].value:.2e}"),
+            "use_of_budget": round(max(one.use for one in judge.measurements), 2),
+            "certified": int(record.certified("fp32").sum()),
+        }
+
+    def close(self) -> None:
+        self._target.close()
+
+    def _opened(self, directory: Path) -> Any:
+        from pytest_adapt.target.protocol import Deployment
+
+        if self._open is None or self._open[0] != directory:
+            self._target.close()
+            deployment = Deployment(str(directory), precision="fp32", max_context=1 << 13)
+            self._open = directory, self._target.open(deployment)
+        return self._open[1]
+
+
+def provenance(reason: str) -> dict[str, Any]:
+    """Who makes records, when, with what and why. Stands beside the data, outside its digest."""
+    import numpy
+
+    import pytest_adapt
+
+    commit = _git("rev-parse", "HEAD")
+    changed = [line for line in _git("status", "--porcelain").splitlines() if not line[3:].startswith("goldens/")]
+    return {
+        "reason": reason,
+        "generator": f"pytest-adapt {pytest_adapt.__version__}",
+        "made_by": _git("config", "user.name"),
+        "made_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "dirty": bool(changed),
+        "environment": dict(_environment(numpy)),
+    }
+
+
+def _environment(numpy: Any) -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    yield "numpy", numpy.__version__
+    built = numpy.show_config(mode="dicts")
+    blas: Mapping[str, Any] = built.get("Build Dependencies", {}).get("blas", {})
+    yield "blas", f"{blas.get('name', '')} {blas.get('version', '')}".strip()
+    yield "isa", " ".join(built.get("SIMD Extensions", {}).get("found", []))
+    yield "machine", platform.machine()
+    yield "system", platform.system()
+    yield "threads", os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
