@@ -89,8 +89,8 @@ def check_ids(router: RouterSpec, name: str, ids: np.ndarray, tokens: int) -> np
 def judge_replay(router: RouterSpec, selection: np.ndarray, own: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Certificates of the rows where ``given`` ids [T, k] differ from ``own``: a structured array of `REPLAYED`.
 
-    margin: by how much the run's scores prefer its own choice, the smallest error of a score (half that of a
-    group score) that could excuse the other. illegal (margin infinite): no scores excuse it, an expert comes
+    margin: the gap by which the run's scores speak against the given ids, on the scale of `choose`: errors of the
+    scores excuse it only from half the gap on. illegal (margin infinite): no scores excuse it, an expert comes
     twice or the experts lie in more groups than the rule keeps.
     """
     rows = np.flatnonzero((own != given).any(axis=-1))

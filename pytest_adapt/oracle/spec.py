@@ -49,7 +49,7 @@ _NO_EFFECT = _words(
     "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise num_nextn_predict_layers "
     "num_mtp_layers ep_size use_flash_attn_2 is_llama_config task_specific_params problem_type id2label label2id "
     "output_attentions output_hidden_states return_dict _attn_implementation_autoset chunk_size_feed_forward "
-    "is_encoder_decoder tokenizer_class finetuning_task generation_config adapt"
+    "is_encoder_decoder tokenizer_class finetuning_task generation_config transformers.js_config adapt"
 )
 # `type` stands beside `rope_type` in files that 5.x rewrote from 4.x ones.
 _ROPE_KEYS: dict[str, frozenset[str]] = {
@@ -227,9 +227,9 @@ class _Reader:
             # An option that is off is no option.
             if self._config[key] not in (None, False, [], {}):
                 known = ", ".join(sorted(self._read))
-                raise OracleError(
-                    f"{key}: {self._config[key]!r} is no known option of {self.architecture}; known are {known}"
-                )
+                value = repr(self._config[key])
+                value = value if len(value) <= 80 else f"{value[:77]}..."
+                raise OracleError(f"{key}: {value} is no known option of {self.architecture}; known are {known}")
 
 
 def _number(key: str, value: Any) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 14,
-    "rms_norm_eps": 3e-5,
+    "rms_norm_eps": 2e-3,
     "max_position_embeddings": 512,
     "rope_theta": 1234.0,
 }
@@ -57,7 +58,7 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
     "max_position_embeddings": 512,
     "rope_theta": 1234.0,
-    "rms_norm_eps": 3e-5,
+    "rms_norm_eps": 2e-3,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -123,12 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Heard:
     """Logits float64 [T, V] and expert ids [T, k] by layer, as transformers gave them."""
 
     logits: np.ndarray
-    ids: dict[int, np.ndarray] = field(default_factory=dict)
+    ids: dict[int, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -140,28 +141,32 @@ class Written:
     tokens: tuple[int, ...]
 
     def hear(self, precision: str) -> Heard:
-        """Run transformers' eager code on this checkpoint in a precision."""
-        import torch
-        import transformers
+        """What transformers' eager code says about this checkpoint in a precision; run once, then remembered."""
+        return _hear(self, precision)
 
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        )
-        heard = Heard(np.empty(0))
 
-        def listen(layer: int) -> Any:
-            def hook(module: Any, inputs: Any, output: Any) -> None:
-                heard.ids[layer] = np.sort(output[2].numpy(), axis=-1)
+@functools.cache
+def _hear(written: Written, precision: str) -> Heard:
+    import torch
+    import transformers
 
-            return hook
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        written.directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids: dict[int, np.ndarray] = {}
 
-        for number, layer in enumerate(model.model.layers):
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(listen(number))
-        with torch.no_grad():
-            heard.logits = model(torch.tensor([self.tokens])).logits[0].double().numpy()
-        return heard
+    def listen(layer: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            ids[layer] = np.sort(output[2].numpy(), axis=-1)
+
+        return hook
+
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(listen(number))
+    with torch.no_grad():
+        return Heard(model(torch.tensor([written.tokens])).logits[0].double().numpy(), ids)
 
 
 def _randomise(model: Any, centre: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,12 @@ def test_sparse_and_dense_layers() -> None:
     spec = ModelSpec.from_config(QWEN_MOE)
     assert [layer.mixture for layer in spec.layers] == [False, True, False, False, False, True]
     assert [layer.mixture for layer in ModelSpec.from_config(DEEPSEEK).layers] == [False, True, True]
+
+
+def test_kimi_k2_is_deepseek_v3_under_its_own_name() -> None:
+    kimi = ModelSpec.from_config({**DEEPSEEK, "architectures": ["KimiK2ForCausalLM"], "n_group": 1, "topk_group": 1})
+    plain = ModelSpec.from_config({**DEEPSEEK, "n_group": 1, "topk_group": 1})
+    assert replace(kimi, architecture=plain.architecture) == plain
 
 
 def test_experts_in_either_spelling() -> None:
