@@ -93,10 +93,10 @@ char *row_out(const Array &array, std::size_t index, std::size_t bytes) {
 void rms_norm(const Constant &x, const Constant &weight, const Array &out, double eps, int level) {
     check_rows("x", x);
     check_out(out);
+    const adapt::Type type = type_of("x", x);
     check_same("out", out, "x", x);
     if (weight.ndim() != 1 || weight.shape(0) != x.shape(1) || (weight.shape(0) > 1 && weight.stride(0) != 1))
         throw std::invalid_argument("weight: must be one dense row of " + std::to_string(x.shape(1)) + " elements");
-    const adapt::Type type = type_of("x", x);
     if (type_of("weight", weight) != type) throw std::invalid_argument("weight: dtype differs from that of x");
     if (!(eps >= 0.0)) throw std::invalid_argument("eps: must be at least 0");
     const adapt::RowKernels kernels = kernels_at(level);

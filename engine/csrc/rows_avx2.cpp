@@ -41,9 +41,14 @@ struct Avx2 {
         return {_mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), value))};
     }
     Avx2 nearest() const { return {_mm256_round_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    static __m256 pow2(__m256i n) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+    }
+    // In two halves: 2^128 is no float32, but its product with the value may be.
     Avx2 times_pow2(Avx2 n) const {
-        const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.value), _mm256_set1_epi32(127));
-        return {_mm256_mul_ps(value, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)))};
+        const __m256i whole = _mm256_cvtps_epi32(n.value);
+        const __m256i half = _mm256_srai_epi32(whole, 1);
+        return {_mm256_mul_ps(_mm256_mul_ps(value, pow2(half)), pow2(_mm256_sub_epi32(whole, half)))};
     }
     static Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return {_mm256_fmadd_ps(a.value, b.value, c.value)}; }
     friend Avx2 operator/(Avx2 a, Avx2 b) { return {_mm256_div_ps(a.value, b.value)}; }

@@ -40,7 +40,8 @@ void rms_norm_row(const T *x, const T *weight, T *out, std::size_t width, float 
 // are those of Cephes' expf (S. Moshier). V supplies clamp, nearest, times_pow2 and multiply-add.
 template <class V>
 V exp_of(V x) {
-    x = x.clamp(-87.3f, 88.3f);
+    // Beyond 88.73 the result is infinite, as it should be; below -87.3 it would leave the normal numbers.
+    x = x.clamp(-87.3f, 89.0f);
     const V n = (x * V::set(1.44269504088896341f)).nearest();
     const V r = V::fma(n, V::set(2.12194440e-4f), V::fma(n, V::set(-0.693359375f), x));
     V p = V::set(1.9875691500e-4f);
