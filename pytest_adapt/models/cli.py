@@ -1,4 +1,4 @@
-"""``python -m pytest_adapt models``: list and write the conformance models."""
+"""``python -m pytest_adapt models``: list and write the conformance models, search their prompts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_adapt.models import ModelError, catalogue, materialise
+from pytest_adapt.models.tokenizer import plain_ids
+from pytest_adapt.target.protocol import Deployment, TargetError
 
 __all__ = ["main"]
 
@@ -18,9 +20,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.command == "list":
             _list()
-        else:
+        elif options.command == "export":
             _export(options.directory, options.models)
-    except ModelError as problem:
+        else:
+            _search(options)
+    except (ModelError, TargetError) as problem:
         print(problem, file=sys.stderr)
         return 1
     return 0
@@ -33,6 +37,14 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write checkpoints that any engine can serve")
     export.add_argument("directory", type=Path, metavar="DIR")
     export.add_argument("--models", nargs="+", metavar="NAME", help="these only (default: every procedural model)")
+    search = commands.add_parser("search", help="find prompts on which routing is certain")
+    search.add_argument("model", metavar="NAME")
+    search.add_argument("--target", default="builtin", metavar="SPEC", help="that taps routers (default: builtin)")
+    search.add_argument("--length", type=int, default=512, help="tokens of a prompt (default 512)")
+    search.add_argument("--candidates", type=int, default=16, help="tried at each position (default 16)")
+    search.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="one prompt each (default 0 1)")
+    search.add_argument("--root", type=Path, default=Path(".adapt/models"), help="where checkpoints are written")
+    search.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.prompts.json")
     return parser
 
 
@@ -45,3 +57,42 @@ def _export(directory: Path, names: Sequence[str] | None) -> None:
     chosen = names or [entry.name for entry in catalogue().values() if entry.kind == "procedural"]
     for name in chosen:
         print(materialise(name, directory))
+
+
+def _search(options: argparse.Namespace) -> None:
+    from pytest_adapt.models.search import SELECTION, choice_of, of_target, save, search
+    from pytest_adapt.target.registry import resolve
+
+    directory = materialise(options.model, options.root)
+    config = catalogue()[options.model].config
+    if "num_experts_per_tok" not in config:
+        raise ModelError(f"model {options.model} has no router: there is nothing to search for")
+    spec = resolve(options.target)
+    features = (("prefix_cache", 1),) if 1 in spec.features.get("prefix_cache", ()) else ()
+    target = spec.create()
+    out = options.out or Path(f"{options.model}.prompts.json")
+    try:
+        target.open(Deployment(str(directory), max_context=options.length + 1, taps=(SELECTION,), features=features))
+        for number, seed in enumerate(options.seeds):
+            found = search(
+                of_target(target),
+                choice_of(config),
+                plain_ids(config["vocab_size"]),
+                length=options.length,
+                candidates=options.candidates,
+                seed=seed,
+                progress=out.with_suffix(f".{seed}.partial"),
+            )
+            print(f"searched-{number}: seed {seed}, narrowest margin {min(found.margins):.3f} standard deviations")
+            save(out, _source(options), {f"searched-{number}": found.tokens})
+            out.with_suffix(f".{seed}.partial").unlink(missing_ok=True)
+    finally:
+        target.close()
+    print(out)
+
+
+def _source(options: argparse.Namespace) -> str:
+    return (
+        f"python -m pytest_adapt models search {options.model}: the widest selection margin of "
+        f"{options.candidates} random candidates at each position"
+    )

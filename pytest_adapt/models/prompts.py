@@ -30,7 +30,7 @@ def prompts_of(entry: ModelEntry, directory: Path) -> Mapping[str, tuple[int, ..
 
 
 def random_tokens(entry: ModelEntry, directory: Path, key: str, length: int) -> tuple[int, ...]:
-    """``length`` ordinary token ids drawn from a hash of (model, key, position); a longer draw extends a shorter one."""
+    """``length`` ordinary token ids from a hash of (model, key, position); a longer draw extends a shorter one."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     # Real vocabularies keep their special tokens at the start; skip both ends.
     ids = plain_ids(config["vocab_size"])[17 if entry.kind == "smollm2" else 0 :]

@@ -19,11 +19,11 @@ import numpy as np
 
 from pytest_adapt.target.protocol import Request, Target, TargetError
 
-__all__ = ["Choice", "Found", "LastRows", "choice_of", "margin", "of_target", "search"]
+__all__ = ["SELECTION", "Choice", "Found", "LastRows", "choice_of", "margin", "of_target", "save", "search"]
 
 SELECTION = "layer.*.moe.router.selection"
 LastRows = Callable[[Sequence[tuple[int, ...]]], Sequence[Mapping[str, np.ndarray]]]
-"""Token sequences that differ in their last token -> for each, site name -> selection scores [experts] of that token."""
+"""Token sequences that differ in their last token -> for each: site -> selection scores [experts] of that token."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,17 @@ def search(
         if progress is not None and len(found.tokens) % 32 == 0:
             progress.write_text(json.dumps(vars(found)), encoding="utf-8")
     return found
+
+
+def save(path: Path, source: str, prompts: Mapping[str, Sequence[int]]) -> None:
+    """Write prompts as data (`pytest_adapt.models.prompts.shipped`), one line each; keeps those that are there."""
+    held = json.loads(path.read_text(encoding="utf-8"))["prompts"] if path.is_file() else {}
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(list(tokens), separators=(',', ':'))}"
+        for name, tokens in sorted({**held, **prompts}.items())
+    ]
+    text = f'{{\n "source": {json.dumps(source)},\n "prompts": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def _candidates(seed: int, position: int, ids: range, count: int) -> list[int]:
