@@ -1,10 +1,10 @@
 """adapt-engine: a small inference engine for mixture-of-experts models that shows everything it computes.
 
-    from adapt_engine import Engine, EngineOptions, SequenceRequest
+from adapt_engine import Engine, EngineOptions, SequenceRequest
 
-    with Engine.open("checkpoint", EngineOptions(precision="bf16")) as engine:
-        for result in engine.run([SequenceRequest("a", prompt=(1, 2, 3), max_new_tokens=8)]):
-            print(result.tokens)
+with Engine.open("checkpoint", EngineOptions(precision="bf16")) as engine:
+    for result in engine.run([SequenceRequest("a", prompt=(1, 2, 3), max_new_tokens=8)]):
+        print(result.tokens)
 """
 
 import os

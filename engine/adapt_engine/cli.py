@@ -51,7 +51,9 @@ def _info(directory: str | None) -> None:
     for precision, dtype in DTYPES.items():
         names = KernelRegistry(reference.offers() + native.offers(), dtype, "fast").names()
         fast = sorted(op for op, name in names.items() if name != "reference")
-        print(f"  {precision}: native {', '.join(fast) or 'none'}; reference for the other {len(names) - len(fast)} ops")
+        print(
+            f"  {precision}: native {', '.join(fast) or 'none'}; reference for the other {len(names) - len(fast)} ops"
+        )
     print(f"architectures: {', '.join(ARCHITECTURES)}")
     if directory is None:
         return

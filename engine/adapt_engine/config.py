@@ -192,7 +192,9 @@ def _check_moe(spec: MoESpec) -> None:
         spec.groups,
         f"must divide the {spec.experts} experts",
     )
-    _require(0 < spec.top_groups <= spec.groups, "topk_group", spec.top_groups, f"must lie in 1..{spec.groups} (n_group)")
+    _require(
+        0 < spec.top_groups <= spec.groups, "topk_group", spec.top_groups, f"must lie in 1..{spec.groups} (n_group)"
+    )
     per_group = spec.experts // spec.groups
     _require(
         spec.top_k <= spec.top_groups * per_group,
@@ -201,7 +203,10 @@ def _check_moe(spec: MoESpec) -> None:
         f"{spec.top_groups} groups of {per_group} experts hold fewer",
     )
     _require(
-        spec.groups == 1 or per_group >= 2, "n_group", spec.groups, "a group is ranked by its two best experts: needs two"
+        spec.groups == 1 or per_group >= 2,
+        "n_group",
+        spec.groups,
+        "a group is ranked by its two best experts: needs two",
     )
     _require(spec.routed_scale > 0, "routed_scaling_factor", spec.routed_scale, "must be positive")
 

@@ -23,26 +23,31 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _CONFIG_LIMIT = 16 << 20
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Keys that change nothing in a forward pass, or that only training and tokenizing read.
-_INERT = frozenset(
+_INERT = _names(
     """architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path use_cache
     initializer_range pad_token_id bos_token_id eos_token_id attention_dropout output_router_logits
     router_aux_loss_coef router_jitter_noise return_dict auto_map ep_size aux_loss_alpha seq_aux
-    num_mtp_layers num_nextn_predict_layers qk_head_dim max_window_layers norm_type""".split()
+    num_mtp_layers num_nextn_predict_layers qk_head_dim max_window_layers norm_type"""
 )
-_COMMON = frozenset(
+_COMMON = _names(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_theta rope_scaling
     original_max_position_embeddings partial_rotary_factor attention_bias mlp_bias sliding_window pretraining_tp
-    quantization_config layer_types use_sliding_window rope_interleave""".split()
+    quantization_config layer_types use_sliding_window rope_interleave"""
 )
-_MOE_KEYS = frozenset(
+_MOE_KEYS = _names(
     """num_local_experts num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
-    mlp_only_layers""".split()
+    mlp_only_layers"""
 )
-_DEEPSEEK_KEYS = frozenset(
+_DEEPSEEK_KEYS = _names(
     """n_routed_experts n_shared_experts q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim n_group
-    topk_group routed_scaling_factor first_k_dense_replace scoring_func topk_method moe_layer_freq""".split()
+    topk_group routed_scaling_factor first_k_dense_replace scoring_func topk_method moe_layer_freq"""
 )
 # An unknown key with such a name is likely to change the computed function; others are left alone.
 _SUSPECT = re.compile(
@@ -132,7 +137,9 @@ def _refuse_unknown(raw: Mapping[str, Any], keys: frozenset[str]) -> None:
         if key in keys or key in _INERT or not value:
             continue
         if _SUSPECT.search(key):
-            raise ConfigError(f"config.json: key {key!r} = {value!r} is not understood; remove it if it changes nothing")
+            raise ConfigError(
+                f"config.json: key {key!r} = {value!r} is not understood; remove it if it changes nothing"
+            )
 
 
 def _rope(config: _Config, dim: int, *, theta: float, interleaved: bool) -> tuple[RopeSpec, float]:
@@ -146,10 +153,10 @@ def _rope(config: _Config, dim: int, *, theta: float, interleaved: bool) -> tupl
     known = {"rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "partial_rotary_factor"}
     known |= {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
     known |= {"attention_factor"}
-    for key, value in given.items():
-        if key not in known and value is not None:
-            raise ConfigError(f"config.json: key '{name}.{key}' = {value!r} is not understood")
-    rope = _Config({f"{name}.{key}": value for key, value in given.items()})
+    for part, value in given.items():
+        if part not in known and value is not None:
+            raise ConfigError(f"config.json: key '{name}.{part}' = {value!r} is not understood")
+    rope = _Config({f"{name}.{part}": value for part, value in given.items()})
 
     def key(part: str) -> str:
         return f"{name}.{part}"

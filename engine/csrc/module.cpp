@@ -19,6 +19,10 @@ using Constant = nb::ndarray<nb::ro, nb::device::cpu>;
 
 constexpr int level_avx512 = 0, level_avx2 = 1, level_scalar = 2;
 
+[[noreturn]] void refuse(const char *name, const std::string &rule) {
+    throw std::invalid_argument(std::string(name) + ": " + rule);
+}
+
 bool has_level(int level) {
     if (level == level_scalar) return true;
 #ifdef ADAPT_X86
@@ -33,7 +37,8 @@ bool has_level(int level) {
 }
 
 adapt::RowKernels kernels_at(int level) {
-    if (!has_level(level)) throw std::invalid_argument("this CPU or build lacks instruction set level " + std::to_string(level));
+    if (!has_level(level))
+        throw std::invalid_argument("this CPU or build lacks instruction set level " + std::to_string(level));
 #ifdef ADAPT_X86
     if (level == level_avx512) return adapt::avx512_kernels();
     if (level == level_avx2) return adapt::avx2_kernels();
@@ -56,30 +61,29 @@ template <class A> adapt::Type type_of(const char *name, const A &array) {
     if (is_float && type.bits == 16) return adapt::Type::f16;
     if (type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16 && type.lanes == 1)
         return adapt::Type::bf16;
-    throw std::invalid_argument(std::string(name) + ": dtype must be float32, bfloat16 or float16");
+    refuse(name, "dtype must be float32, bfloat16 or float16");
 }
 
 std::size_t bytes_of(adapt::Type type) { return type == adapt::Type::f32 ? 4 : 2; }
 
 // A matrix whose rows are dense; the distance between rows is free.
 template <class A> void check_rows(const char *name, const A &array) {
-    if (array.ndim() != 2) throw std::invalid_argument(std::string(name) + ": must have 2 dimensions, has " + std::to_string(array.ndim()));
+    if (array.ndim() != 2) refuse(name, "must have 2 dimensions, has " + std::to_string(array.ndim()));
     if (array.shape(1) > 1 && array.stride(1) != 1)
-        throw std::invalid_argument(std::string(name) + ": elements of a row must be adjacent, stride is " + std::to_string(array.stride(1)));
-    if (array.stride(0) < 0) throw std::invalid_argument(std::string(name) + ": rows must not run backwards");
+        refuse(name, "elements of a row must be adjacent, stride is " + std::to_string(array.stride(1)));
+    if (array.stride(0) < 0) refuse(name, "rows must not run backwards");
 }
 
 template <class A, class B> void check_same(const char *name, const A &array, const char *other_name, const B &other) {
     if (array.shape(0) != other.shape(0) || array.shape(1) != other.shape(1))
-        throw std::invalid_argument(std::string(name) + ": shape differs from that of " + other_name);
+        refuse(name, std::string("shape differs from that of ") + other_name);
     if (type_of(name, array) != type_of(other_name, other))
-        throw std::invalid_argument(std::string(name) + ": dtype differs from that of " + other_name);
+        refuse(name, std::string("dtype differs from that of ") + other_name);
 }
 
 void check_out(const Array &out) {
     check_rows("out", out);
-    if (out.shape(0) > 1 && static_cast<std::size_t>(out.stride(0)) < out.shape(1))
-        throw std::invalid_argument("out: rows overlap");
+    if (out.shape(0) > 1 && static_cast<std::size_t>(out.stride(0)) < out.shape(1)) refuse("out", "rows overlap");
 }
 
 template <class A> const char *row(const A &array, std::size_t index, std::size_t bytes) {
@@ -96,9 +100,9 @@ void rms_norm(const Constant &x, const Constant &weight, const Array &out, doubl
     const adapt::Type type = type_of("x", x);
     check_same("out", out, "x", x);
     if (weight.ndim() != 1 || weight.shape(0) != x.shape(1) || (weight.shape(0) > 1 && weight.stride(0) != 1))
-        throw std::invalid_argument("weight: must be one dense row of " + std::to_string(x.shape(1)) + " elements");
-    if (type_of("weight", weight) != type) throw std::invalid_argument("weight: dtype differs from that of x");
-    if (!(eps >= 0.0)) throw std::invalid_argument("eps: must be at least 0");
+        refuse("weight", "must be one dense row of " + std::to_string(x.shape(1)) + " elements");
+    if (type_of("weight", weight) != type) refuse("weight", "dtype differs from that of x");
+    if (!(eps >= 0.0)) refuse("eps", "must be at least 0");
     const adapt::RowKernels kernels = kernels_at(level);
     const std::size_t rows = x.shape(0), width = x.shape(1), bytes = bytes_of(type);
     nb::gil_scoped_release released;

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
 from adapt_engine import Engine, EngineOptions, SequenceRequest, SequenceResult
 
 VOCAB = 97
@@ -46,7 +45,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "qwen3": ("Qwen3Config", {"intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 10, "tie_word_embeddings": True}),
+    "qwen3": (
+        "Qwen3Config",
+        {"intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 10, "tie_word_embeddings": True},
+    ),
     "mixtral": (
         "MixtralConfig",
         {

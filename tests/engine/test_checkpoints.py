@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from adapt_engine import CheckpointError, Engine, EngineOptions
 from adapt_engine.config import ModelSpec
 from adapt_engine.families import read_config, spec_from_config
 from adapt_engine.weights.index import DTYPE_BYTES, WeightIndex
 from adapt_engine.weights.loader import Loader
 from adapt_engine.weights.parameters import ShardSlice, expected_parameters
+from safetensors.torch import load_file, save_file
 
 INDEX = "model.safetensors.index.json"
 Damage = Callable[[Path], tuple[str, ...]]
@@ -222,8 +221,8 @@ def no_weights(directory: Path) -> tuple[str, ...]:
 
 DAMAGES: tuple[Damage, ...] = (
     truncated_tail, truncated_header, empty_file, absurd_header_length, header_not_json, trailing_bytes, missing_file,
-    missing_tensor, missing_from_index_and_file, stale_copy, surplus_tensor, unindexed_tensor, wrong_shape, integer_weight,
-    quantised_weight, not_a_number, infinity, unknown_dtype, negative_shape, overlapping_offsets, span_too_short,
+    missing_tensor, missing_from_index_and_file, stale_copy, surplus_tensor, unindexed_tensor, wrong_shape,
+    integer_weight, quantised_weight, not_a_number, infinity, unknown_dtype, negative_shape, overlapping_offsets, span_too_short,
     duplicate_key, path_traversal, absolute_path, empty_index, index_not_json, second_checkpoint, no_weights,
 )  # fmt: skip
 

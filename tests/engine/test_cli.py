@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-
 from adapt_engine import CheckpointError
 from adapt_engine.cli import main
 from adapt_engine.tokenizer import Tokenizer
@@ -73,7 +72,10 @@ def in_process(code: str, **environment: str) -> str:
 
 
 def test_import_sets_a_passive_wait_policy_and_pulls_in_neither_judge_nor_pytest() -> None:
-    code = "import adapt_engine, os, sys; print(os.environ['OMP_WAIT_POLICY'], *{name.split('.')[0] for name in sys.modules})"
+    code = (
+        "import adapt_engine, os, sys\n"
+        "print(os.environ['OMP_WAIT_POLICY'], *{name.split('.')[0] for name in sys.modules})"
+    )
     policy, *modules = in_process(code).split()
     assert policy == "PASSIVE"
     assert "adapt_engine" in modules

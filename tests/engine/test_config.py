@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from adapt_engine import CheckpointError, ConfigError, Engine, EngineError, EngineOptions
 from adapt_engine.config import MoESpec
 from adapt_engine.families import read_config, spec_from_config

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from adapt_engine import Engine, EngineOptions, SequenceResult
 from adapt_engine.kernels import KernelRegistry, reference
 
@@ -58,7 +57,12 @@ def test_half_precision_rounds_no_more_than_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_old_spelling_of_the_configuration_gives_the_same_model(
-    family: str, copied: Any, edit_config: Any, checkpoints: Callable[[str], Path], prompt: tuple[int, ...], answer: Answer
+    family: str,
+    copied: Any,
+    edit_config: Any,
+    checkpoints: Callable[[str], Path],
+    prompt: tuple[int, ...],
+    answer: Answer,
 ) -> None:
     directory = copied(family)
     config = json.loads((directory / "config.json").read_text())
@@ -75,9 +79,7 @@ def test_old_spelling_of_the_configuration_gives_the_same_model(
     )
     with Engine.open(directory) as old, Engine.open(checkpoints(family)) as new:
         assert old.spec == new.spec
-        assert torch.equal(
-            answer(old, prompt, want_logits=True).logits, answer(new, prompt, want_logits=True).logits
-        )
+        assert torch.equal(answer(old, prompt, want_logits=True).logits, answer(new, prompt, want_logits=True).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

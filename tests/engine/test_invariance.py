@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from adapt_engine import Engine, SequenceRequest, SequenceResult
 
 from .conftest import FAMILIES, VOCAB
@@ -75,9 +74,7 @@ def test_decode_equals_prefill(
 
 @pytest.mark.requirement(104)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batch_of_many_equals_alone(
-    family: str, opened: Any, answer: Answer, rounding: Callable[[str], float]
-) -> None:
+def test_batch_of_many_equals_alone(family: str, opened: Any, answer: Answer, rounding: Callable[[str], float]) -> None:
     """Unequal prompts and output lengths together, in either order, more of them than fit a batch."""
     engine = opened(family, max_batch=3)
     requests = [
@@ -139,7 +136,10 @@ def test_eviction_keeps_answers_and_accounts(family: str, opened: Any, answer: A
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_repeated_run_gives_the_same_bits(family: str, opened: Any, prompt: tuple[int, ...]) -> None:
-    requests = [SequenceRequest(str(index), tokens, max_new_tokens=4, want_logits=True) for index, tokens in enumerate(prompts(5))]
+    requests = [
+        SequenceRequest(str(index), tokens, max_new_tokens=4, want_logits=True)
+        for index, tokens in enumerate(prompts(5))
+    ]
     runs: list[dict[str, SequenceResult]] = []
     for _ in range(2):
         engine: Engine = opened(family)

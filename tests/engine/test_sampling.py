@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from adapt_engine import SequenceRequest, SequenceResult
 from adapt_engine.kernels.sampling import philox4x32, sample, uniform
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from adapt_engine import EngineError, SequenceRequest, SequenceResult
 from adapt_engine.kv.pool import BlockPool
 from adapt_engine.kv.prefix import PrefixCache
 from adapt_engine.runtime.requests import EngineOptions
 from adapt_engine.runtime.scheduler import Scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 Answer = Callable[..., SequenceResult]
 
@@ -166,7 +165,7 @@ def test_scheduler_serves_everything_once_and_loses_no_block(
         assert sum(count for _, count in plan) <= max(options.max_context, plan[0][1])
         owners: dict[int, list[int]] = {}
         for sequence, count in plan:
-            assert 0 < count and (not chunk or count <= chunk)
+            assert count > 0 and (not chunk or count <= chunk)
             for place in range(sequence.computed, sequence.computed + count):
                 owners.setdefault(int(sequence.slots[place]), []).append(place)
             sequence.computed += count

@@ -133,8 +133,9 @@ class KernelRegistry:
         fit = [offer for offer in serving if required <= offer.traits]
         if not fit:
             have = ", ".join(offer.name for offer in serving) or "none"
+            needed = ", ".join(sorted(required)) or "an implementation"
             raise EngineError(
-                f"mode {self.mode}: op {op} in {self.dtype} needs {', '.join(sorted(required)) or 'an implementation'}, "
+                f"mode {self.mode}: op {op} in {self.dtype} needs {needed}, "
                 f"implementations there are: {have}; use mode fast"
             )
         return max(fit, key=lambda offer: offer.priority)

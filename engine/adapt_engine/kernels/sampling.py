@@ -36,9 +36,7 @@ def uniform(seed: int, position: int) -> float:
     return ((first << 21) | (second >> 11)) / (1 << 53)
 
 
-def sample(
-    logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, seed: int, position: int
-) -> int:
+def sample(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, seed: int, position: int) -> int:
     """The next token id from float32 logits [V]; ties rank by lowest id.
 
     temperature 0 takes the largest logit. Otherwise: divide by temperature, keep the top_k largest (0: all),

@@ -44,14 +44,13 @@ class Transformer:
             # Rows of these two sites must line up with all others, so every row goes through the head.
             normed = ops.rms_norm(x, self.parameters["final.norm"], self.spec.norm_eps)
             record("final.norm", normed)
-            logits: torch.Tensor = ops.lm_head(normed, self._head)
+            logits = ops.lm_head(normed, self._head)
             record("logits", logits)
             return logits[step.head_rows]
         if not step.head_rows.shape[0]:
             return torch.empty((0, self.spec.vocab))
         normed = ops.rms_norm(x[step.head_rows], self.parameters["final.norm"], self.spec.norm_eps)
-        logits = ops.lm_head(normed, self._head)
-        return logits
+        return ops.lm_head(normed, self._head)
 
     def _layer(self, step: Step, index: int, layer: LayerSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         ops, tap, eps = step.ops, step.tap, self.spec.norm_eps

@@ -14,6 +14,10 @@ __all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How to run a model. Raises EngineError on construction, naming the option and its rule."""
@@ -90,22 +94,22 @@ class SequenceRequest:
         if not self.prompt:
             return "prompt is empty: at least one token is needed"
         for place, token in enumerate(self.prompt):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            if not _natural(token) or token >= vocab:
                 return f"prompt token {place} is {token!r}: must be an integer in 0..{vocab - 1}"
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 0:
+        if not _natural(self.max_new_tokens):
             return f"max_new_tokens is {self.max_new_tokens!r}: must be an integer of at least 0"
         total = len(self.prompt) + self.max_new_tokens
         if total > options.max_context:
             return f"prompt and output need {total} tokens: max_context is {options.max_context}"
         if not math.isfinite(self.temperature) or self.temperature < 0:
             return f"temperature is {self.temperature!r}: must be finite and at least 0"
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not _natural(self.top_k):
             return f"top_k is {self.top_k!r}: must be an integer of at least 0"
         if not 0 < self.top_p <= 1:
             return f"top_p is {self.top_p!r}: must lie in (0, 1]"
-        if not isinstance(self.seed, int):
+        if not _natural(abs(self.seed)):
             return f"seed is {self.seed!r}: must be an integer"
-        if not isinstance(self.first_row, int) or self.first_row < 0:
+        if not _natural(self.first_row):
             return f"first_row is {self.first_row!r}: must be an integer of at least 0"
         return None
 

@@ -80,7 +80,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.options.max_batch and self._admit(self.waiting[0]):
             self.waiting.popleft()
         budget = self._step_tokens
-        plan = []
+        plan: list[tuple[Sequence, int]] = []
         for sequence in self.running:
             count = len(sequence.known) - sequence.computed
             if self.options.prefill_chunk:

@@ -89,7 +89,9 @@ def _place(entry: TensorEntry, file: str, mapping: Mapping[str, str] | None, ent
     if mapping is not None:
         named = mapping.get(entry.name)
         if named is None:
-            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} is not in {_INDEX_NAME}: stale; rewrite the file")
+            raise CheckpointError(
+                f"{entry.file}: tensor {entry.name!r} is not in {_INDEX_NAME}: stale; rewrite the file"
+            )
         if named != file:
             raise CheckpointError(
                 f"{entry.file}: tensor {entry.name!r} is stale: {_INDEX_NAME} names {named} for it; rewrite the file"
@@ -97,9 +99,7 @@ def _place(entry: TensorEntry, file: str, mapping: Mapping[str, str] | None, ent
     entries[entry.name] = entry
 
 
-def _remarks(
-    root: Path, files: list[str], entries: Mapping[str, TensorEntry], stated: int | None
-) -> Iterator[str]:
+def _remarks(root: Path, files: list[str], entries: Mapping[str, TensorEntry], stated: int | None) -> Iterator[str]:
     actual = sum(entry.nbytes for entry in entries.values())
     if stated is not None and stated != actual:
         yield f"{_INDEX_NAME}: metadata.total_size is {stated}, the tensors have {actual} bytes"
@@ -194,7 +194,9 @@ def _check_tiling(path: Path, entries: list[TensorEntry], start: int, size: int)
         if entry.offset < position and before is not None:
             raise CheckpointError(f"{path}: tensors {before.name!r} and {entry.name!r} overlap")
         if entry.offset > position:
-            raise CheckpointError(f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to none")
+            raise CheckpointError(
+                f"{path}: {entry.offset - position} bytes before tensor {entry.name!r} belong to none"
+            )
         position, before = entry.offset + entry.nbytes, entry
         if position > size:
             raise CheckpointError(

@@ -102,7 +102,9 @@ class Loader:
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:
             allowed = ", ".join(_FLOATS)
-            raise CheckpointError(f"{entry.file}: tensor {name!r}: dtype {entry.dtype} is not a weight; allowed {allowed}")
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r}: dtype {entry.dtype} is not a weight; allowed {allowed}"
+            )
         with self._lock:
             self._read.add(name)
         count = entry.nbytes // dtype.itemsize
