@@ -36,6 +36,12 @@ ABNORMAL: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_p": math.nan}, "top_p"),
     ({"seed": 1.5}, "seed"),
+    ({"seed": "five"}, "seed"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": None}, "top_p"),
+    ({"max_new_tokens": "many"}, "max_new_tokens"),
+    ({"prompt": None}, "empty"),
+    ({"prompt": "text"}, "token 0 is 't'"),
     ({"first_row": -1}, "first_row"),
 ]
 

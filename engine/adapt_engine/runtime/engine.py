@@ -87,8 +87,9 @@ class Engine:
             more = True
             while more or self.scheduler.running or self.scheduler.waiting:
                 while more and len(self.scheduler.waiting) < self.options.max_batch:
-                    request = next(source, None)
-                    if request is None:
+                    try:
+                        request = next(source)
+                    except StopIteration:
                         more = False
                         break
                     refused = self._submit(request)

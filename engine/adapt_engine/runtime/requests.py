@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +15,16 @@ __all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _natural(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ class SequenceRequest:
 
     def problem(self, vocab: int, options: EngineOptions) -> str | None:
         """Why this request cannot be served, or None."""
-        if not self.prompt:
+        if not isinstance(self.prompt, Sized) or not self.prompt:
             return "prompt is empty: at least one token is needed"
         for place, token in enumerate(self.prompt):
             if not _natural(token) or token >= vocab:
@@ -101,13 +110,13 @@ class SequenceRequest:
         total = len(self.prompt) + self.max_new_tokens
         if total > options.max_context:
             return f"prompt and output need {total} tokens: max_context is {options.max_context}"
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not _number(self.temperature) or self.temperature < 0:
             return f"temperature is {self.temperature!r}: must be finite and at least 0"
         if not _natural(self.top_k):
             return f"top_k is {self.top_k!r}: must be an integer of at least 0"
-        if not 0 < self.top_p <= 1:
+        if not _number(self.top_p) or not 0 < self.top_p <= 1:
             return f"top_p is {self.top_p!r}: must lie in (0, 1]"
-        if not _natural(abs(self.seed)):
+        if not _integer(self.seed):
             return f"seed is {self.seed!r}: must be an integer"
         if not _natural(self.first_row):
             return f"first_row is {self.first_row!r}: must be an integer of at least 0"
