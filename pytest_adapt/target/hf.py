@@ -174,6 +174,8 @@ class HfTarget:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if deployment.precision not in dtypes:
             raise UnsupportedDeployment(f"precision {deployment.precision}: hf: computes in {', '.join(dtypes)}")
+        # Older releases have eager experts alone and do not know the option.
+        experts = {"experts_implementation": "eager"} if int(transformers.__version__.split(".")[0]) >= 5 else {}
         progress = transformers.utils.logging.is_progress_bar_enabled()
         level = transformers.utils.logging.get_verbosity()
         transformers.utils.logging.disable_progress_bar()
@@ -183,7 +185,7 @@ class HfTarget:
                 directory,
                 dtype=dtypes[deployment.precision],
                 attn_implementation=self._attention,
-                experts_implementation="eager",
+                **experts,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,

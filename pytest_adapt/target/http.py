@@ -160,17 +160,12 @@ class JsonClient:
         timer.start()  # a server that drips bytes never meets the socket's own timeout
         try:
             connection.request(method, self._prefix + path, payload, headers)
-            response = connection.getresponse()
-            blocks, size = [], 0
-            while block := response.read(_BLOCK):
-                blocks.append(block)
-                size += len(block)
-                if size > _MAX_BODY:
-                    raise ValueError(f"the answer is larger than {_MAX_BODY >> 20} MiB")
+            with connection.getresponse() as response:
+                raw = _read(response)
             if expired.is_set():
                 raise TimeoutError
-            kind = response.headers.get_content_type()
-            return (response.status, kind, b"".join(blocks), response.headers.get("Location", "nowhere"))
+            headers_given = response.headers
+            return response.status, headers_given.get_content_type(), raw, headers_given.get("Location", "nowhere")
         except (OSError, http.client.HTTPException):
             if expired.is_set():
                 raise TimeoutError from None
@@ -178,6 +173,20 @@ class JsonClient:
         finally:
             timer.cancel()
             connection.close()
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The whole body; IncompleteRead where it ends before its announced length, ValueError where it is too large."""
+    blocks, size = [], 0
+    while block := response.read(_BLOCK):
+        blocks.append(block)
+        size += len(block)
+        if size > _MAX_BODY:
+            raise ValueError(f"the answer is larger than {_MAX_BODY >> 20} MiB")
+    raw = b"".join(blocks)
+    if response.length:
+        raise http.client.IncompleteRead(raw, response.length)
+    return raw
 
 
 def _words(body: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ class TargetSettings:
     request_timeout: float = 600.0
     """One request must be answered within this time (ADAPT_REQUEST_TIMEOUT)."""
     stop_grace: float = 10.0
-    """Between SIGTERM and SIGKILL (ADAPT_STOP_GRACE)."""
+    """Between SIGTERM and SIGKILL."""
     concurrency: int = 4
     """Requests in flight towards a server (ADAPT_CONCURRENCY)."""
 
@@ -333,7 +333,7 @@ def _load(path: str, who: str) -> object:
 
 def _from_environment() -> TargetSettings:
     values: dict[str, Any] = {}
-    for name in ("start_timeout", "request_timeout", "stop_grace", "concurrency"):
+    for name in ("start_timeout", "request_timeout", "concurrency"):
         variable = f"ADAPT_{name.upper()}"
         text = os.environ.get(variable)
         if not text:
