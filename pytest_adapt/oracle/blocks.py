@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -52,16 +51,15 @@ def silu(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def frequencies(rope: RopeSpec, dtype: np.dtype[Any]) -> np.ndarray:
-    """Angle per position of each channel pair, [dim / 2], computed in ``dtype``."""
-    wavelengths = rope.theta ** (np.arange(0, rope.dim, 2, dtype=dtype) / rope.dim)
+def frequencies(rope: RopeSpec) -> np.ndarray:
+    """Angle per position of each channel pair, float64 [dim / 2]."""
+    plain: np.ndarray = rope.theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
     if rope.kind == "yarn":
-        return _yarn(rope, wavelengths)
-    plain: np.ndarray = 1.0 / wavelengths
+        return _yarn(rope, plain)
     return _llama3(rope, plain) if rope.kind == "llama3" else plain
 
 
-def _yarn(rope: RopeSpec, wavelengths: np.ndarray) -> np.ndarray:
+def _yarn(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     """NTK-by-parts (arXiv 2309.00071 §3.2), ramp over channel pairs as in DeepSeek's and transformers' code."""
 
     def pair_of(rotations: float) -> float:
@@ -74,15 +72,14 @@ def _yarn(rope: RopeSpec, wavelengths: np.ndarray) -> np.ndarray:
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
         high += 0.001  # a step, without the division by zero
-    kept = 1 - np.clip((np.arange(rope.dim // 2, dtype=wavelengths.dtype) - low) / (high - low), 0, 1)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    interpolated = np.clip((np.arange(rope.dim // 2) - low) / (high - low), 0, 1)
+    blended: np.ndarray = plain / rope.factor * interpolated + plain * (1 - interpolated)
+    return blended
 
 
 def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     """Llama 3.1's scaling: short wavelengths stay, long ones are divided, smooth between (meta-llama, model.py)."""
-    # torch divides a number by a tensor as reciprocal times number: two roundings.
-    length = (1.0 / plain) * (2 * math.pi)
-    turns = (1.0 / length) * rope.original_max_position
+    turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * plain / rope.factor + smooth * plain
     return np.where(
@@ -96,7 +93,7 @@ def rotary_tables(n: Numerics, rope: RopeSpec, positions: np.ndarray) -> tuple[n
     Exact runs form angles in float64: at position 10^6 they are right to 10^-10. An emulation forms them in
     float32 from frequencies that are as wrong as float32 allows (`_erring`): the yardstick knows.
     """
-    found = frequencies(rope, np.dtype(np.float64))
+    found = frequencies(rope)
     angles = positions.astype(n.dtype)[:, None] * (found if n.dtype == np.float64 else _erring(rope, found))
     return n.inner("rope.cos", np.cos(angles) * rope.scale), n.inner("rope.sin", np.sin(angles) * rope.scale)
 

@@ -21,6 +21,7 @@ from .numerics import Numerics
 from .parameters import audit, expert_projections, mixture_prefix
 from .rounding import Rounding
 from .spec import Latent, MixtureSpec, ModelSpec
+from .threads import one_blas_thread
 
 __all__ = ["Oracle", "Trace"]
 
@@ -94,7 +95,7 @@ class Oracle:
             self.spec, Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given), given, trace
         )
         # An emulation may overflow as the real engine would: infinities and NaN are its result, not a warning.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), one_blas_thread():
             run.forward(ids, None if rows is None else np.asarray(rows, np.int64))
         if rounding is None and not forced and not np.isfinite(trace.logits).all():
             row = int(np.argmin(np.isfinite(trace.logits).all(axis=-1)))

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pytest_adapt.oracle import ModelSpec, Oracle, OracleError, Rounding, blocks
 from pytest_adapt.oracle.parameters import expected
+from pytest_adapt.oracle.threads import one_blas_thread
 from pytest_adapt.sites import CHOICES, LAYER_SITES, UNRECORDED, layer_of, order_key, site
 
 LLAMA: dict[str, Any] = {
@@ -325,3 +326,13 @@ def test_a_planted_fault_inside_the_oracle_shows_at_its_site(mixture: Oracle, mo
     apart = {name for name in own if np.abs(own[name] - shown[name]).max() > 1e-12 * np.abs(clean[name]).max()}
     assert not any(name.endswith("q_a_norm") for name in shown)
     assert apart == {site(layer, "attn.q") for layer in range(3)}
+
+
+def test_blas_threads_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread inside, what was before outside, after an error too."""
+    threads = [2]
+    monkeypatch.setattr("pytest_adapt.oracle.threads._openblas", lambda: (lambda: threads[-1], threads.append))
+    with pytest.raises(ZeroDivisionError), one_blas_thread():
+        assert threads[-1] == 1
+        raise ZeroDivisionError
+    assert threads[-1] == 2
