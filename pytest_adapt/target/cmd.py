@@ -29,6 +29,7 @@ __all__ = ["CmdTarget"]
 
 _POLL = 0.25
 _HEALTH_TIMEOUT = 5.0
+_SETTLE = 0.5
 _PORT_ATTEMPTS = 3
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ is (?:already )?in use", re.IGNORECASE)
 
@@ -123,6 +124,9 @@ class CmdTarget:
         child = self._child
         if isinstance(error, UnsupportedDeployment) or child is None:
             raise error
+        deadline = time.monotonic() + _SETTLE
+        while child.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.02)  # a server that dies closes its connections a moment before it is gone
         gone = child.exit_code() is not None
         how = f" ({child.describe_exit()})" if gone else ""
         self.close()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["JsonlTarget"]
 
 _CLOSE_SECONDS = 5.0
+_SETTLE = 0.5
 _MAX_LINE = 1 << 30
 _SHOWN = 120
 
@@ -176,7 +177,7 @@ class JsonlTarget:
         raise TargetError(f"{self._who}: {what}{story}")
 
     def _dead(self, op: str) -> NoReturn:
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + _SETTLE
         while self._child and self._child.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         how = self._child.describe_exit() if self._child else "is gone"

@@ -118,7 +118,7 @@ def good_completion(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("prompt_logprobs"):
         entries: list[Any] = [None]
         for before, token in zip(prompt, prompt[1:], strict=False):
-            row = {**{token: -9.0}, **distribution(before, body["prompt_logprobs"])}
+            row = {token: -9.0, **distribution(before, body["prompt_logprobs"])}
             entries.append({str(candidate): {"logprob": value, "rank": 1} for candidate, value in row.items()})
         choice["prompt_logprobs"] = entries
     return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}}
@@ -133,7 +133,7 @@ def text_completion(body: dict[str, Any], *, shifted: bool) -> Answer:
     sequence = prompt + tokens if body.get("echo") else tokens
     before = [-1, *(prompt + tokens)][:-1] if body.get("echo") else (prompt + tokens)[len(prompt) - 1 : -1]
     sources = sequence if shifted and body.get("echo") else before
-    rows = [{**{token: -9.0}, **distribution(source, k)} for token, source in zip(sequence, sources, strict=True)]
+    rows = [{token: -9.0, **distribution(source, k)} for token, source in zip(sequence, sources, strict=True)]
     tops: list[Any] = [{chr(0x4E00 + token): value for token, value in row.items()} for row in rows]
     scores: list[Any] = [row[token] for row, token in zip(rows, sequence, strict=True)]
     if body.get("echo"):
