@@ -22,6 +22,8 @@ def main(arguments: Sequence[str]) -> int:
             _list()
         elif options.command == "export":
             _export(options.directory, options.models)
+        elif options.command == "smollm2":
+            _export(options.directory, [entry.name for entry in catalogue().values() if entry.kind == "smollm2"])
         else:
             _search(options)
     except (ModelError, TargetError) as problem:
@@ -37,12 +39,17 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write checkpoints that any engine can serve")
     export.add_argument("directory", type=Path, metavar="DIR")
     export.add_argument("--models", nargs="+", metavar="NAME", help="these only (default: every procedural model)")
+    real = commands.add_parser("smollm2", help="write the real model, dense and cut into experts")
+    real.add_argument("directory", type=Path, metavar="DIR")
     search = commands.add_parser("search", help="find prompts on which routing is certain")
     search.add_argument("model", metavar="NAME")
     search.add_argument("--target", default="builtin", metavar="SPEC", help="that taps routers (default: builtin)")
     search.add_argument("--length", type=int, default=512, help="tokens of a prompt (default 512)")
     search.add_argument("--candidates", type=int, default=16, help="tried at each position (default 16)")
     search.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="one prompt each (default 0 1)")
+    search.add_argument(
+        "--name", default="searched", help="of the prompts; -0, -1 ... is added to several (default searched)"
+    )
     search.add_argument("--root", type=Path, default=Path(".adapt/models"), help="where checkpoints are written")
     search.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.prompts.json")
     return parser
@@ -83,8 +90,9 @@ def _search(options: argparse.Namespace) -> None:
                 seed=seed,
                 progress=out.with_suffix(f".{seed}.partial"),
             )
-            print(f"searched-{number}: seed {seed}, narrowest margin {min(found.margins):.3f} standard deviations")
-            save(out, _source(options), {f"searched-{number}": found.tokens})
+            name = f"{options.name}-{number}" if len(options.seeds) > 1 else options.name
+            print(f"{name}: seed {seed}, narrowest margin {min(found.margins):.3f} standard deviations")
+            save(out, _source(options), {name: found.tokens})
             out.with_suffix(f".{seed}.partial").unlink(missing_ok=True)
     finally:
         target.close()
@@ -92,7 +100,8 @@ def _search(options: argparse.Namespace) -> None:
 
 
 def _source(options: argparse.Namespace) -> str:
+    seeds = " ".join(map(str, options.seeds))
     return (
-        f"python -m pytest_adapt models search {options.model}: the widest selection margin of "
-        f"{options.candidates} random candidates at each position"
+        f"python -m pytest_adapt models search {options.model} --length {options.length} "
+        f"--candidates {options.candidates} --seeds {seeds}"
     )
