@@ -109,12 +109,10 @@ class Comparison:
     """One pooled comparison: the rows of all prompts of an item, for one metric and one observable.
 
     ``widen`` multiplies the yardstick: sqrt(2) where two answers with independent errors are compared.
-    ``independent`` is the number of independent errors; by default one a row, since the values of one row share
-    the error of the hidden state that they come from.
+    The values of one row share errors (of a hidden state, of a norm's root), so a row counts as one independent error.
     """
 
     widen: float = 1.0
-    independent: int | None = None
     rows: list[Rows] = field(default_factory=list)
 
     def add(self, rows: Rows) -> None:
@@ -137,14 +135,14 @@ class Comparison:
         value = _root_mean(self._all("square"), weight)
         rounding = _root_mean(self._all("floor_square"), weight)
         yard = max(_root_mean(self._all("yard_square"), weight) * self.widen, rounding)
-        return value, max(RMS_FACTOR, spread(self._independent)) * yard
+        return value, max(RMS_FACTOR, spread(self.positions)) * yard
 
     def largest(self) -> tuple[float, float, str, int]:
         """(largest error, its budget, prompt, position): the row that uses most of its own budget.
 
         The budget of a row is the pooled one, or one ulp at the row's own magnitude where that is larger.
         """
-        yard = float(self._all("yard_largest").max()) * self.widen * max(MAX_FACTOR, spread(self._independent))
+        yard = float(self._all("yard_largest").max()) * self.widen * max(MAX_FACTOR, spread(self.positions))
         best: tuple[float, float, float, str, int] = (-1.0, 0.0, 0.0, "", 0)
         for rows in self.rows:
             budget = np.maximum(yard, rows.floor * self.widen)
@@ -166,7 +164,7 @@ class Comparison:
         yard = float(np.average(self._all("yard_square"), weights=weight)) * self.widen**2
         floor = float(np.average(self._all("floor_square"), weights=weight))
         value = float(np.average(self._all("square"), weights=weight))
-        return value, max(MEAN_FACTOR, spread(self._independent) ** 2) * max(yard, floor)
+        return value, max(MEAN_FACTOR, spread(self.positions) ** 2) * max(yard, floor)
 
     def interval(self) -> tuple[float, float] | None:
         """Interval of the ratio rms : emulation's rms, clustered by prompt (jackknife of its logarithm).
@@ -189,10 +187,6 @@ class Comparison:
         """(prompt, position) of the row with the largest mean square."""
         rows = max(self.rows, key=lambda one: float(one.square.max()))
         return rows.prompt, int(rows.positions[int(np.argmax(rows.square))])
-
-    @property
-    def _independent(self) -> int:
-        return self.positions if self.independent is None else self.independent
 
     def _all(self, name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(rows, name), np.float64) for rows in self.rows])

@@ -82,8 +82,7 @@ class Judge:
             return
         rows = np.flatnonzero(record.positions >= response.first_row)
         certified = emulation.certified[rows]
-        self._certified[0] += int(certified.sum())
-        self._certified[1] += len(rows)
+        self._count(certified)
         shown = [("logits", response.logits), ("topk", response.topk)]
         numeric = [name for name, value in shown if value is not None][:1]
         try:
@@ -121,7 +120,7 @@ class Judge:
             self._broken(prompt, Problem("shown", "the response shows no site"))
             return
         if response.first_row:
-            reason = f"rows start at token {response.first_row}; sites are followed from token 0 (no prefix hit, no skipped row)"
+            reason = f"rows start at token {response.first_row}; sites are followed from token 0: ask for every row"
             self._broken(prompt, Problem("rows", reason, response.first_row))
             return
         unknown = [name for name in taps if not _known_site(name)]
@@ -158,7 +157,7 @@ class Judge:
             self._broken(prompt, Problem("record", str(problem)))
             return
         if tuple(record.tokens.tolist()) != tuple(fed):
-            reason = f"reference covers {len(record.tokens)} tokens, not the {len(fed)} that were fed; record the whole sequence"
+            reason = f"reference has {len(record.tokens)} tokens, not the {len(fed)} that were fed; record them all"
             self._broken(prompt, Problem("record", reason))
             return
         self.observables.add("text")
@@ -171,8 +170,7 @@ class Judge:
         matches = self._matches.setdefault(("token_match", "text"), _Matches())
         picked = np.array([token for _, token in chosen], np.int64)
         self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
-        if not any(emulation.certified[rows]):
-            self._uncertain(prompt, "text", len(rows))
+        self._count(emulation.certified[rows])
 
     def agree(self, what: str, first: Response, second: Response, record: Record | None) -> None:
         """Two answers of one target that must be the same but for rounding, at certified positions.
@@ -193,6 +191,8 @@ class Judge:
         common = _common_rows(record, first, second)
         certified = emulation.certified[common]
         rows = common[certified]
+        if _both(first, second):
+            self._count(certified)
         compared = False
         try:
             for name in _both(first, second):
@@ -208,8 +208,6 @@ class Judge:
             return
         if not compared:
             self._broken(what, Problem("shown", "the two answers show nothing in common"))
-        elif not len(rows) and _both(first, second):
-            self._uncertain(what, "", len(common))
 
     def identical(self, what: str, first: Response, second: Response) -> None:
         """Bit equality of everything that both show: arrays, tokens, text, stop reason."""
@@ -257,9 +255,7 @@ class Judge:
     def measurements(self) -> list[Measurement]:
         """Everything measured so far; pooled comparisons are computed from the prompts seen until now."""
         pooled = [one for key, comparison in self._pooled.items() for one in _judge_pooled(key, comparison)]
-        matches = [
-            _judge_matches(key, found) for key, found in self._matches.items() if found.compared or found.uncertain
-        ]
+        matches = [_judge_matches(key, found) for key, found in self._matches.items() if found.compared]
         return [*self._done, *pooled, *matches, *self._nothing_certain()]
 
     def failures(self) -> list[Measurement]:
@@ -422,9 +418,9 @@ class Judge:
     def _broken(self, prompt: str, problem: Problem) -> None:
         self._add(problem.metric, math.inf, 0.0, False, prompt=prompt, position=problem.position, detail=problem.reason)
 
-    def _uncertain(self, prompt: str, observable: str, rows: int) -> None:
-        detail = f"none of {rows} positions is certified at {self.precision}: a routing flip is possible from the start"
-        self._add("certified", 0.0, 1.0, False, observable, prompt, detail=detail)
+    def _count(self, certified: np.ndarray) -> None:
+        self._certified[0] += int(certified.sum())
+        self._certified[1] += len(certified)
 
     def _nothing_certain(self) -> list[Measurement]:
         certain, seen = self._certified
@@ -564,11 +560,8 @@ def _judge_matches(key: tuple[str, str], found: _Matches) -> Measurement:
         prompt, position, reason = found.wrong[0]
         detail = f"{reason}; {detail}"
     wrong = len(found.wrong)
-    ok = not wrong and found.compared > 0
-    if not found.compared:
-        return Measurement("certified", 0.0, 1.0, False, observable, detail=detail)
     return Measurement(
-        metric, wrong / found.compared, 0.0, ok, observable, prompt, position, "", found.compared, detail
+        metric, wrong / found.compared, 0.0, not wrong, observable, prompt, position, "", found.compared, detail
     )
 
 

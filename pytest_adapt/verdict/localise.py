@@ -81,7 +81,7 @@ def compare_sites(
     worst: dict[str, Measurement] = {}
     for name, value in floats.items():
         own, other = (np.asarray(trace.own[name], np.float64) for trace in (exact, emulated))
-        form = rounding.format_of(name, oracle.spec.architecture)
+        form = _format(rounding, name, oracle.spec.architecture)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
         view = _SiteView(prompt, name, np.asarray(value, np.float64), own, other, form, ids, length)
         for measurement, divergence in view.judge(math.sqrt(2.0) if rounds == "fused" else 1.0):
@@ -123,7 +123,7 @@ class _SiteView:
         rows = Rows.of_elements(
             self.prompt, positions, (value - own) / scale, (emulated - own) / scale, ulp(own, self.form) / scale
         )
-        comparison = Comparison(widen=widen, independent=own.size, rows=[rows])
+        comparison = Comparison(widen=widen, rows=[rows])
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
         budget = np.maximum(largest_budget, rows.floor * widen)
@@ -170,6 +170,19 @@ class _SiteView:
             expert=int(self.ids[position, slot]) if self.ids is not None else None,
             note=f"element {index}; {kind} relative to the row",
         )
+
+
+def _format(rounding: Any, name: str, architecture: str) -> str:
+    """Format whose rounding a shown value may have.
+
+    Emulations keep the router in float32, so that no wrong choice is absorbed. Its logits as a value may still be held
+    in the format of its weight, as the family's eager code holds them: choices are judged given the shown logits.
+    """
+    layer, local = layer_of(name)
+    if local == "moe.router.logits":
+        name = f"parameter.model.layers.{layer}.mlp.gate.weight"
+    found: str = rounding.format_of(name, architecture)
+    return found
 
 
 def _step(position: int, prompt_tokens: int) -> str:
