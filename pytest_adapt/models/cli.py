@@ -22,6 +22,8 @@ def main(arguments: Sequence[str]) -> int:
             _list()
         elif options.command == "export":
             _export(options.directory, options.models)
+        elif options.command == "slice":
+            _slice(options)
         elif options.command == "smollm2":
             _export(options.directory, [entry.name for entry in catalogue().values() if entry.kind == "smollm2"])
         else:
@@ -39,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write checkpoints that any engine can serve")
     export.add_argument("directory", type=Path, metavar="DIR")
     export.add_argument("--models", nargs="+", metavar="NAME", help="these only (default: every procedural model)")
+    piece = commands.add_parser("slice", help="cut an oracle-sized piece out of your own checkpoint")
+    piece.add_argument("checkpoint", type=Path, metavar="CKPT")
+    piece.add_argument("directory", type=Path, metavar="DIR")
+    piece.add_argument("--layers", required=True, metavar="LIST", help="as 0-3,7")
+    piece.add_argument("--experts", type=int, metavar="N", help="experts to keep in each layer (default: all)")
     real = commands.add_parser("smollm2", help="write the real model, dense and cut into experts")
     real.add_argument("directory", type=Path, metavar="DIR")
     search = commands.add_parser("search", help="find prompts on which routing is certain")
@@ -64,6 +71,12 @@ def _export(directory: Path, names: Sequence[str] | None) -> None:
     chosen = names or [entry.name for entry in catalogue().values() if entry.kind == "procedural"]
     for name in chosen:
         print(materialise(name, directory))
+
+
+def _slice(options: argparse.Namespace) -> None:
+    from pytest_adapt.models.slice import numbers_of, slice_checkpoint
+
+    print(slice_checkpoint(options.checkpoint, options.directory, numbers_of(options.layers), options.experts))
 
 
 def _search(options: argparse.Namespace) -> None:
