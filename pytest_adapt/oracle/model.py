@@ -44,7 +44,7 @@ class Trace:
     selection: dict[int, np.ndarray] = field(default_factory=dict)
     """Layer -> [T, E]: scores that top-k looked at."""
     margins: dict[int, np.ndarray] = field(default_factory=dict)
-    """Layer -> float64 [T]: margin of the run's own choice (`routing.choose`)."""
+    """Layer -> float64 [T]: margin of the run's own choice; score errors below half of it change nothing."""
     replayed: dict[int, np.ndarray] = field(default_factory=dict)
     """Layer -> certificates (row, margin, illegal) of rows where given ids differ from the run's own."""
 
