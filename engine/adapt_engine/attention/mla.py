@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..config import AttentionSpec
@@ -10,11 +12,15 @@ from ..model.weights import Weights
 
 __all__ = ["attend"]
 
+# Rows of a sequence are few when its keys are this many times as many.
+_FEW_ROWS = 8
+
 
 def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:
     """Output of the attention part for the packed rows x [T, h], before the residual connection: [T, h].
 
-    Cached keys and values are expanded from their latents each time a sequence is read.
+    A sequence with many new rows expands keys and values from the latents; one with few moves the expansion to
+    the query and output side instead (section 2.1.2 there).
     """
     ops, tap = step.ops, step.tap
     q = _query(step, spec, weights, x)
@@ -30,31 +36,70 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     if tap:
         tap("attn.q_rope", q_rope)
         tap("attn.k_rope", k_rope)
-    q = torch.cat((q[..., : spec.nope_dim], q_rope), dim=-1)
     step.cache.write(layer, step.slots, (latent, k_rope))
     scale = ops.softmax_scale(spec)
     parts = []
     for span in step.spans:
+        own = slice(span.start, span.stop)
+        q_plain, q_turned = q[own, :, : spec.nope_dim], q_rope[own]
         latents, turned = step.cache.gather(layer, span.slots)
-        expanded = _expand(step, spec, weights, latents)
-        keys = torch.cat((expanded[..., : spec.nope_dim], turned.expand(-1, spec.heads, -1)), dim=-1)
-        parts.append(
-            ops.attention(
-                q[span.start : span.stop],
-                keys,
-                expanded[..., spec.nope_dim :],
-                q_positions=step.positions[span.start : span.stop],
-                k_positions=span.positions,
-                scale=scale,
-                window=spec.window,
-            )
-        )
+        read = {
+            "q_positions": step.positions[own],
+            "k_positions": span.positions,
+            "scale": scale,
+            "window": spec.window,
+        }
+        few = (span.stop - span.start) * _FEW_ROWS <= len(span.slots)
+        attend_span = _absorbed if few else _expanded
+        parts.append(attend_span(step, spec, weights, q_plain, q_turned, latents, turned, read))
     context = step.join(parts)
     out: torch.Tensor = ops.linear(context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
     if tap:
         tap("attn.context", context)
         tap("attn.out", out)
     return out
+
+
+def _expanded(
+    step: Step,
+    spec: AttentionSpec,
+    weights: Weights,
+    q_plain: torch.Tensor,
+    q_turned: torch.Tensor,
+    latents: torch.Tensor,
+    turned: torch.Tensor,
+    read: dict[str, Any],
+) -> torch.Tensor:
+    """Context [Tq, H, v] from keys and values expanded for every head: cheap where many rows share them."""
+    expanded = _expand(step, spec, weights, latents)
+    keys = torch.cat((expanded[..., : spec.nope_dim], turned.expand(-1, spec.heads, -1)), dim=-1)
+    queries = torch.cat((q_plain, q_turned), dim=-1)
+    context: torch.Tensor = step.ops.attention(queries, keys, expanded[..., spec.nope_dim :], **read)
+    return context
+
+
+def _absorbed(
+    step: Step,
+    spec: AttentionSpec,
+    weights: Weights,
+    q_plain: torch.Tensor,
+    q_turned: torch.Tensor,
+    latents: torch.Tensor,
+    turned: torch.Tensor,
+    read: dict[str, Any],
+) -> torch.Tensor:
+    """The same from the latents themselves: q (W l) = (q W) l, and W (sum p l) = sum p (W l).
+
+    All heads share one "key head" of width kv_lora + rope, so decoding does not expand its whole past again.
+    Stays in float32 until the context, which is what the expanded form rounds.
+    """
+    ops = step.ops
+    per_head = weights["attn.kv_b.weight"].view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
+    moved = ops.head_linear(q_plain, per_head[:, : spec.nope_dim].transpose(1, 2))
+    queries = torch.cat((moved, q_turned.float()), dim=-1)
+    keys = torch.cat((latents[:, None], turned), dim=-1)
+    mixed = ops.attention(queries, keys, latents[:, None], **read)
+    return ops.head_linear(mixed, per_head[:, spec.nope_dim :]).to(latents.dtype)
 
 
 def _query(step: Step, spec: AttentionSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
     embedding(table, ids) -> [T, h]                        table [V, h] dtype, ids int64 [T]
     rms_norm(x, weight, eps) -> like x                     over the last axis; float32 inside
     linear(x, weight, bias) -> [T, out]                    weight [out, in] dtype, bias [out] or None
+    head_linear(x, weight) -> float32 [T, H, out]          x [T, H, in], weight [H, out, in]: one matrix a head
     rope_tables(spec, positions) -> cos, sin               spec RopeSpec; float32 [T, dim / 2], angles in float64
     rope_apply(x, cos, sin, interleaved) -> [T, H, dim]    output pairs are (i, i + dim / 2) in either case
     attention(q, k, v, *, q_positions, k_positions, scale, window) -> [Tq, H, d_v]

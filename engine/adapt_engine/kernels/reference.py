@@ -52,6 +52,11 @@ def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return F.linear(x.float(), weight.float(), wide).to(x.dtype)
 
 
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, H, in] times each head's own matrix [H, out, in], float32 [T, H, out]: not rounded on the way."""
+    return torch.bmm(x.float().transpose(0, 1), weight.float().transpose(1, 2)).transpose(0, 1)
+
+
 def rope_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Angle per position of each pair, float64 [dim / 2] (sources: `RopeSpec`)."""
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim
@@ -264,6 +269,7 @@ def offers() -> list[Implementation]:
         ("rms_norm", rms_norm, every, frozenset()),
         ("linear", linear, every - half, frozenset()),
         ("linear", linear_upcast, half, frozenset()),
+        ("head_linear", head_linear, every, frozenset()),
         ("rope_tables", rope_tables, every, rowwise),
         ("rope_apply", rope_apply, every, rowwise),
         ("attention", attention, every, frozenset()),

@@ -16,6 +16,7 @@ OPS: tuple[str, ...] = (
     "embedding",
     "rms_norm",
     "linear",
+    "head_linear",
     "rope_tables",
     "rope_apply",
     "attention",
@@ -73,6 +74,7 @@ class Ops:
     embedding: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
+    head_linear: Callable[..., torch.Tensor]
     rope_tables: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_apply: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
