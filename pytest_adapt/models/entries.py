@@ -13,7 +13,7 @@ __all__ = ["ModelEntry", "ModelError", "catalogue", "directory_name", "spec_hash
 
 # Part of every spec hash: raise it when the meaning of a manifest changes, so that old directories,
 # and goldens recorded from them, are recognised as stale.
-GENERATOR = 1
+GENERATOR = 2
 
 
 class ModelError(Exception):
