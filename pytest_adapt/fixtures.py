@@ -87,5 +87,5 @@ def reference(request: pytest.FixtureRequest, model: ModelHandle) -> Any:
 @pytest.fixture
 def judge(request: pytest.FixtureRequest, precision: str) -> Any:
     """Collects comparisons and derives budgets; its verdict is taken when the test function returns."""
-    rounds = request.getfixturevalue("target").info.rounds if "target" in request.fixturenames else "eager"
-    return _runner(request).judge(request.node, precision, rounds)
+    info = request.getfixturevalue("target").info if "target" in request.fixturenames else None
+    return _runner(request).judge(request.node, precision, info)

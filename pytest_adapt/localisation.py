@@ -38,8 +38,8 @@ def first_divergence(state: ItemState) -> Divergence | None:
                 if response.error is not None or response.first_row or not response.taps:
                     continue
                 fed = (*tokens, *response.tokens[:-1])
-                rounds = tapped.info.rounds
-                found = compare_sites(name, response.taps, oracle, fed, state.cell.precision, rounds, (), len(tokens))
+                precision, rounds, router = state.cell.precision, tapped.info.rounds, tapped.info.router
+                found = compare_sites(name, response.taps, oracle, fed, precision, rounds, (), len(tokens), router)
             except (Verdict, Fatal):
                 return None
             if found.divergence is not None:

@@ -26,6 +26,7 @@ from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
 from pytest_adapt.verdict.status import Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
+    from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
 
 __all__ = ["Runner", "print_matrix", "start"]
@@ -111,7 +112,7 @@ class Runner:
             # No row: the item is deselected below (pytest would show an empty parameter set as a skip).
             values, ids = [_nothing(axes)], ["none"]
         if axes:
-            metafunc.parametrize(axes, values, ids=ids, indirect=True)
+            metafunc.parametrize(",".join(axes), values, ids=ids, indirect=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -231,10 +232,13 @@ class Runner:
             result = yield
             self._conclude(state)
             return result
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             verdict = _verdict(error)
-            if verdict is None:
+            waiver = self.waivers.find(state.case) if verdict is None and self.waivers else None
+            if verdict is None and waiver is None:
                 raise
+            if verdict is None:
+                verdict = (Status.WAIVED, f"{type(error).__name__}: {error} ({waiver})")
         # Outside the handler, so that pytest shows no chain of exceptions.
         self._end(state, *verdict)
         return None
@@ -314,14 +318,15 @@ class Runner:
 
     def reference(self, item: pytest.Item, model: ModelHandle) -> Any:
         state = item.stash[STATE]
-        made = self.references.get(model, state.cell.precision if state.cell else "fp32")
+        made = self.references.get(model, state.cell.precision if state.cell else "fp32", state.case)
         state.reference = made
+        state.proposed = len(getattr(made, "proposed", ()))
         return made
 
-    def judge(self, item: pytest.Item, precision: str, rounds: str) -> Any:
+    def judge(self, item: pytest.Item, precision: str, info: Info | None) -> Any:
         from pytest_adapt.verdict.judge import Judge
 
-        made = Judge(precision, rounds=rounds)
+        made = Judge(precision) if info is None else Judge(precision, rounds=info.rounds, router=info.router)
         item.stash[STATE].judge = made
         return made
 
@@ -341,16 +346,19 @@ class Runner:
     def _conclude(self, state: ItemState) -> None:
         """The judge's verdict on an item whose test function returned. Raises Verdict."""
         judge = state.judge
-        if judge is None:
-            return
-        if judge.failures():
+        proposed = getattr(state.reference, "proposed", [])[state.proposed :]
+        if judge is not None and judge.failures():
             self._localise(state)
+            self.references.keep_observed(state)
             raise Verdict(Status.FAIL, judge.message())
-        if not sum(one.compared for one in judge.measurements):
+        if proposed:
+            raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
+        if judge is not None and not sum(one.compared for one in judge.measurements):
             raise Verdict(Status.ERROR, "the test compared nothing: no prompt fitted, or no row could be judged")
 
     def _localise(self, state: ItemState) -> None:
-        if getattr(state.judge, "divergence", None) is not None:
+        failures = state.judge.failures()
+        if getattr(state.judge, "divergence", None) is not None or not any(one.observable for one in failures):
             return
         from pytest_adapt.localisation import first_divergence
 
@@ -370,7 +378,7 @@ class Runner:
         if shown == "skipped":
             pytest.skip(f"{status}: {reason.partition(chr(10))[0]}")
         if shown == "xfailed":
-            pytest.xfail(reason)
+            pytest.xfail(f"{status}: {state.reason}")
 
     def _message(self, state: ItemState, status: Status, reason: str) -> str:
         lines = [state.case if status is Status.FAIL else f"{status}: {state.case}", reason]
@@ -439,7 +447,7 @@ class Runner:
 _PLAIN = Mark()
 
 
-def _verdict(error: Exception) -> tuple[Status, str] | None:
+def _verdict(error: BaseException) -> tuple[Status, str] | None:
     """Status and reason of an exception that is no ordinary failure of the test function."""
     if isinstance(error, TargetError):
         return Status.FAIL, str(error)

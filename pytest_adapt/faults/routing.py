@@ -84,7 +84,7 @@ def _dropped_groups_hold_zero(routing: Any, logits: Any, bias: Any, spec: Any) -
 
 
 def _zero_padded_lanes(routing: Any, logits: Any, bias: Any, spec: Any) -> Any:
-    """Top-k over lanes padded with 0: with negative scores the padding wins and is clamped to the last expert's lane."""
+    """Top-k over lanes padded with 0: with negative scores the padding wins, and the worst expert stands in for it."""
     import torch
 
     selection = routing.selection

@@ -27,7 +27,7 @@ def _reading(change: Callable[[str, Any], Any]) -> Callable[[Seams], None]:
 
 
 def _key_rows_permuted(name: str, tensor: Any) -> Any:
-    """Treat the rows of k_proj as interleaved pairs, as a converter that un-permutes with a wrong head count leaves them."""
+    """Rows of k_proj taken as interleaved pairs: what a converter leaves that un-permutes with a wrong head count."""
     if not name.endswith("layers.0.self_attn.k_proj.weight"):
         return tensor
     half = tensor.shape[0] // 2

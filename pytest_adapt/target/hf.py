@@ -119,6 +119,7 @@ class HfTarget:
             vocab_size=int(config.vocab_size),
             sites=SITES,
             rounds="eager",
+            router="eager",
             environment={
                 "torch": torch.__version__,
                 "device": self._device,

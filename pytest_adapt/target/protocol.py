@@ -157,6 +157,8 @@ class Info:
     """Patterns of sites that it can tap."""
     rounds: str = "eager"
     """eager: rounds every materialised tensor, as transformers' eager code does; fused: rounds less."""
+    router: str = "fp32"
+    """How router logits are held: fp32 whatever the precision, or eager (in the format of the router's weight)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Versions and settings worth a line in the report (device, framework, threads)."""
     load: Mapping[str, Any] = field(default_factory=dict)

@@ -42,12 +42,13 @@ class _Matches:
 class Judge:
     """Comparisons of one item at one precision ("fp32", "bf16" or "fp16").
 
-    ``rounds`` is what the target says of itself (`Info.rounds`): ``eager`` or ``fused``.
+    ``rounds`` and ``router`` are what the target says of itself (`Info.rounds`, `Info.router`).
     """
 
-    def __init__(self, precision: str, *, rounds: str = "eager") -> None:
+    def __init__(self, precision: str, *, rounds: str = "eager", router: str = "fp32") -> None:
         self.precision = precision
         self.rounds = rounds
+        self.router = router
         self.divergence: Divergence | None = None
         self.observables: set[str] = set()
         self._done: list[Measurement] = []
@@ -131,7 +132,15 @@ class Judge:
             return
         self.observables.add("taps")
         report = compare_sites(
-            prompt, taps, oracle, tuple(tokens), self.precision, self.rounds, expected, response.prompt_tokens
+            prompt,
+            taps,
+            oracle,
+            tuple(tokens),
+            self.precision,
+            self.rounds,
+            expected,
+            response.prompt_tokens,
+            self.router,
         )
         self._done += report.measurements
         self._found(report.divergence)
@@ -537,15 +546,15 @@ def _judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measurem
             budget=largest_budget,
             ok=largest <= largest_budget,
             prompt=prompt,
-            position=_first_over(comparison, largest_budget, prompt, position),
+            position=_first_over(comparison, prompt, position),
             detail="largest error, nats",
         ),
     ]
 
 
-def _first_over(comparison: Comparison, budget: float, prompt: str, position: int) -> int:
-    """First position of the prompt whose largest error is over the budget; the worst one when none is."""
-    for rows in comparison.rows:
+def _first_over(comparison: Comparison, prompt: str, position: int) -> int:
+    """First position of the prompt whose largest error is over its budget; the given one when none is."""
+    for rows, budget in zip(comparison.rows, comparison.row_budgets(), strict=True):
         over = np.flatnonzero(rows.largest > budget)
         if rows.prompt == prompt and len(over):
             return int(rows.positions[over[0]])

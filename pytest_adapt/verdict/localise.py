@@ -52,12 +52,13 @@ def compare_sites(
     rounds: str = "eager",
     expected: tuple[str, ...] = (),
     prompt_tokens: int | None = None,
+    router: str = "fp32",
 ) -> SiteReport:
     """Compare shown sites (full name -> [T, ...]) of one sequence of T tokens.
 
     ``expected`` are patterns of sites that must have been shown wherever the model has them. ``rounds`` is
     ``fused`` for a target whose shown values are rounded copies of what it goes on with: then the input of an
-    operation is off by one rounding too, and yardsticks are sqrt(2) larger.
+    operation is off by one rounding too, and yardsticks are sqrt(2) larger. ``router`` is `Info.router`.
     """
     from pytest_adapt.oracle import Rounding
 
@@ -81,7 +82,7 @@ def compare_sites(
     worst: dict[str, Measurement] = {}
     for name, value in floats.items():
         own, other = (np.asarray(trace.own[name], np.float64) for trace in (exact, emulated))
-        form = _format(rounding, name, oracle.spec.architecture)
+        form = _format(rounding, name, oracle.spec.architecture, router)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
         view = _SiteView(prompt, name, np.asarray(value, np.float64), own, other, form, ids, length)
         for measurement, divergence in view.judge(math.sqrt(2.0) if rounds == "fused" else 1.0):
@@ -126,8 +127,7 @@ class _SiteView:
         comparison = Comparison(widen=widen, rows=[rows])
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
-        budget = np.maximum(largest_budget, rows.floor * widen)
-        over = np.flatnonzero(rows.largest > budget)
+        over = np.flatnonzero(rows.largest > comparison.row_budgets()[0])
         row = int(over[0]) if len(over) else int(np.argmax(rows.square))
         element = int(np.argmax(np.abs(value[row] - own[row])))
         results: list[tuple[Measurement, Divergence | None]] = []
@@ -172,14 +172,15 @@ class _SiteView:
         )
 
 
-def _format(rounding: Any, name: str, architecture: str) -> str:
+def _format(rounding: Any, name: str, architecture: str, router: str) -> str:
     """Format whose rounding a shown value may have.
 
-    Emulations keep the router in float32, so that no wrong choice is absorbed. Its logits as a value may still be held
-    in the format of its weight, as the family's eager code holds them: choices are judged given the shown logits.
+    Emulations keep the router in float32, so that no wrong choice is absorbed. A target that says it holds the router's
+    logits as eager code does (``router`` eager) may hold them in the format of the router's weight: choices are judged
+    given the shown logits.
     """
     layer, local = layer_of(name)
-    if local == "moe.router.logits":
+    if local == "moe.router.logits" and router == "eager":
         name = f"parameter.model.layers.{layer}.mlp.gate.weight"
     found: str = rounding.format_of(name, architecture)
     return found

@@ -1,0 +1,102 @@
+"""Every fault of the registry is in contract, is caught by the owning suite's comparison, and is named where it is."""
+
+from pathlib import Path
+
+import pytest
+
+from pytest_adapt.faults import Fault, UnknownFault, catalogue, get
+from pytest_adapt.models import catalogue as models
+from pytest_adapt.models import materialise, prompts
+from pytest_adapt.oracle import Oracle
+from pytest_adapt.sites import LAYER_SITES, layer_of
+from pytest_adapt.target.protocol import Deployment, Request, Response
+from pytest_adapt.target.registry import resolve
+from pytest_adapt.verdict.judge import Judge
+
+FAULTS = tuple(catalogue().values())
+CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
+LENGTH = 80
+
+
+class Bench:
+    """The models on disk, their oracles, and one white-box run of the built-in engine."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._oracles: dict[str, Oracle] = {}
+
+    def oracle(self, model: str) -> Oracle:
+        if model not in self._oracles:
+            self._oracles[model] = Oracle(materialise(model, self._root))
+        return self._oracles[model]
+
+    def judge(self, fault: Fault | None, model: str, precision: str) -> tuple[Judge, Response]:
+        directory = materialise(model, self._root)
+        tokens = prompts(models()[model], directory)["random-150"][:LENGTH]
+        target = resolve("builtin").create()
+        if fault is not None:
+            fault.install(target.seams)
+        # A chunk border inside the prompt: some faults live there.
+        deployment = Deployment(str(directory), precision=precision, taps=("*",), features=(("prefill_chunk", 64),))
+        try:
+            info = target.open(deployment)
+            (response,) = target.run([Request("0", tokens, max_new_tokens=4, want=frozenset({"taps", "logits"}))])
+        finally:
+            target.close()
+        judge = Judge(precision, rounds=info.rounds, router=info.router)
+        judge.against_sites("random", response, self.oracle(model), tokens + response.tokens[:-1])
+        return judge, response
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.requirement(53, 54, 56, 62, 116)
+@pytest.mark.parametrize(("fault", "precision"), CASES, ids=lambda value: getattr(value, "id", value))
+def test_a_fault_is_caught_and_located(bench, fault, precision):
+    judge, _ = bench.judge(fault, fault.models[0], precision)
+    assert judge.failures(), f"{fault.id} ({fault.title}) passed in {precision}"
+    assert judge.divergence is not None
+    assert layer_of(judge.divergence.site) == (fault.layer, fault.site)
+    assert judge.divergence.site in judge.message()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", sorted({fault.models[0] for fault in FAULTS}))
+def test_without_a_fault_nothing_is_red(bench, model, precision):
+    judge, _ = bench.judge(None, model, precision)
+    assert not judge.failures(), judge.message()
+    assert judge.measurements
+
+
+def test_entries_are_well_formed():
+    known = models()
+    for fault in FAULTS:
+        assert fault.site in (*LAYER_SITES, "logits"), fault.id
+        assert set(fault.models) <= set(known), fault.id
+        assert fault.title and fault.report and fault.kind in ("WL", "RT", "AT", "RP", "NM", "PR"), fault.id
+
+
+def test_an_unknown_id_lists_the_known_ones():
+    with pytest.raises(UnknownFault, match=r"no fault 'XX1'; known: .*RT04"):
+        get("XX1")
+
+
+def test_restoring_the_seams_puts_every_original_back(bench):
+    from adapt_engine.weights.loader import Loader
+
+    original = Loader.read
+    target = resolve("builtin").create()
+    get("WL15").install(target.seams)
+    target.open(Deployment(str(materialise("llama-odd", bench._root))))
+    assert Loader.read is not original
+    target.close()
+    assert Loader.read is original
+
+
+def test_a_seam_that_does_not_exist_is_named(bench):
+    target = resolve("builtin").create()
+    with pytest.raises(KeyError, match="no seam 'rope'; seams are .*rope_tables"):
+        target.seams.wrap("rope", lambda original: original)
