@@ -138,25 +138,31 @@ class Comparison:
         return value, max(RMS_FACTOR, spread(self.positions)) * yard
 
     def largest(self) -> tuple[float, float, str, int]:
-        """(largest error, its budget, prompt, position): the row that uses most of its own budget.
-
-        The budget of a row is the pooled one, or one ulp at the row's own magnitude where that is larger.
-        """
-        yard = float(self._all("yard_largest").max()) * self.widen * max(MAX_FACTOR, spread(self.positions))
+        """(largest error, its budget, prompt, position): the row that uses most of its own budget (`row_budgets`)."""
         best: tuple[float, float, float, str, int] = (-1.0, 0.0, 0.0, "", 0)
-        for rows in self.rows:
-            budget = np.maximum(yard, rows.floor * self.widen)
+        for rows, budget in zip(self.rows, self.row_budgets(), strict=True):
             use = rows.largest / np.maximum(budget, np.finfo(np.float64).tiny)
             row = int(np.argmax(use))
             if use[row] > best[0]:
-                best = (
-                    float(use[row]),
-                    float(rows.largest[row]),
-                    float(budget[row]),
-                    rows.prompt,
-                    int(rows.positions[row]),
-                )
+                found, limit = float(rows.largest[row]), float(budget[row])
+                best = float(use[row]), found, limit, rows.prompt, int(rows.positions[row])
         return best[1:]
+
+    def row_budgets(self) -> list[np.ndarray]:
+        """Budget of the largest error of every row, for each of `rows`.
+
+        A multiple of the emulation's largest error over all rows. Where the emulation itself errs more in a row than
+        elsewhere (cancellation, a volatile position), the row's budget grows alike: as many of its own rms as the
+        largest error is of the pooled one. Never below one ulp at the row's own magnitude.
+        """
+        yard = float(self._all("yard_largest").max())
+        pooled = _root_mean(self._all("yard_square"), np.maximum(self._all("count"), 1))
+        peak = yard / pooled if pooled else 0.0
+        factor = max(MAX_FACTOR, spread(self.positions)) * self.widen
+        return [
+            np.maximum(factor * np.maximum(yard, peak * np.sqrt(rows.yard_square)), rows.floor * self.widen)
+            for rows in self.rows
+        ]
 
     def mean(self) -> tuple[float, float]:
         """(mean of ``square``, its budget) for quantities that are already quadratic in the error."""
