@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_adapt.target.checked import checked_response
 from pytest_adapt.target.completions import Choice, Entry, Rows, output_entries, prompt_entries, read_choice
 from pytest_adapt.target.http import Answer, JsonClient, api_key
+from pytest_adapt.target.probe import probe_prompt
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, TopK, UnsupportedDeployment
 from pytest_adapt.target.tokenizer import Tokenizer, ids_of_strings, load_tokenizer
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenAITarget"]
 
-_PROBE = 12
 _LOGPROBS = (20, 5, 1)
 # Two answers to one question differ by rounding at most; a shifted row differs by whole nats.
 _SAME = 0.02
@@ -69,19 +69,22 @@ class _Served:
     tokenizer: Tokenizer | None = None
     strings: dict[str, int] = field(default_factory=dict)
 
-    def text_of(self, prompt: Sequence[int]) -> str:
-        """Text that the checkpoint's tokenizer turns into exactly ``prompt``. Raises ValueError where none does."""
+    def reader(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises TargetError where it cannot be read."""
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.directory)
-        text = self.tokenizer.decode(prompt)
-        if self.tokenizer.encode(text) != list(prompt):
+        return self.tokenizer
+
+    def text_of(self, prompt: Sequence[int]) -> str:
+        """Text that the checkpoint's tokenizer turns into exactly ``prompt``. Raises ValueError where none does."""
+        text = self.reader().decode(prompt)
+        if self.reader().encode(text) != list(prompt):
             raise ValueError("the server takes text only, and no text stands for exactly these token ids")
         return text
 
     def need_strings(self) -> None:
         if not self.strings:
-            self.tokenizer = self.tokenizer or load_tokenizer(self.directory)
-            self.strings = ids_of_strings(self.tokenizer)
+            self.strings = ids_of_strings(self.reader())
 
 
 class OpenAITarget:
@@ -188,10 +191,11 @@ class OpenAITarget:
 
     def _discover(self) -> _Dialect:
         """The richest dialect that the server answers sensibly."""
-        prompt = _probe_prompt(self._served.vocab)
         said = ""
         counted: int | None = None
+        sent = 0
         for tokens, extras in ((True, True), (True, False), (False, True), (False, False)):
+            prompt = probe_prompt(self._served.vocab, None if tokens else self._served.reader())
             for k in (*_LOGPROBS, 0):
                 dialect = _Dialect(tokens, extras, k)
                 try:
@@ -204,15 +208,15 @@ class OpenAITarget:
                     continue
                 choice = read_choice(self._who, answer.body)
                 if choice.prompt_tokens != len(prompt):
-                    counted = choice.prompt_tokens
+                    counted, sent = choice.prompt_tokens, len(prompt)
                     break
                 return self._discover_prompt(replace(dialect, k=self._shown_k(choice, dialect)), prompt, choice)
         if counted is not None:
             raise TargetError(
-                f"{self._who}: counted {counted} prompt tokens where {len(prompt)} were sent; does it serve "
+                f"{self._who}: counted {counted} prompt tokens where {sent} were sent; does it serve "
                 f"{self._served.directory} with that tokenizer, and without a begin token of its own?"
             )
-        raise TargetError(f"{self._who}: refuses a completion of {len(prompt)} tokens ({said})")
+        raise TargetError(f"{self._who}: refuses a short completion ({said})")
 
     def _shown_k(self, choice: Choice, dialect: _Dialect) -> int:
         if not dialect.k:
@@ -374,8 +378,7 @@ class OpenAITarget:
         if entries is not None:
             return tuple(entry.token if entry is not None else -1 for entry in entries)
         try:
-            self._served.tokenizer = self._served.tokenizer or load_tokenizer(self._served.directory)
-            return tuple(self._served.tokenizer.encode(choice.text))
+            return tuple(self._served.reader().encode(choice.text))
         except (TargetError, ValueError):
             return ()  # the text alone is shown
 
@@ -392,11 +395,6 @@ def _same(one: Entry | None, other: Entry | None) -> bool:
     shared = one.best.keys() & other.best.keys()
     near = all(abs(one.best[token] - other.best[token]) <= _SAME for token in shared)
     return near and 2 * len(shared) >= min(len(one.best), len(other.best))
-
-
-def _probe_prompt(vocab: int) -> tuple[int, ...]:
-    """Distinct ordinary ids, away from both ends of the vocabulary."""
-    return tuple(3 + 5 * i % max(1, vocab - 12) for i in range(_PROBE))
 
 
 def _vocab_size(directory: Path) -> int:

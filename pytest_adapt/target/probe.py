@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from pytest_adapt import sites
 from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Response, Target, TargetError
+from pytest_adapt.target.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ProbeResult", "probe"]
+__all__ = ["ProbeResult", "probe", "probe_prompt"]
 
 _PROMPT = 12
+_REPEATS = 8
 _NEW = 2
 _TOPK = 5
 # A probability distribution may sum to this much more than 1 by rounding of its logarithms in bfloat16.
@@ -39,13 +42,14 @@ def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
     declared = [name for name in OBSERVABLES if name in info.observables]
     if "taps" in declared and not deployment.taps:
         declared.remove("taps")  # this deployment taps nothing; that says nothing about the target
-    prompt = _prompt(info)
+    tokenizer = None if info.token_prompts else load_tokenizer(Path(deployment.model))
+    prompt = probe_prompt(info.vocab_size or 64, tokenizer)
     missing: dict[str, str] = {}
     together = _ask(target, prompt, declared)
     for name in declared:
-        why = _fault(name, together, deployment, info)
+        why = _fault(name, together, len(prompt), deployment, info)
         if why and len(declared) > 1:
-            why = _fault(name, _ask(target, prompt, [name]), deployment, info)
+            why = _fault(name, _ask(target, prompt, [name]), len(prompt), deployment, info)
         if why:
             missing[name] = why
     if together.error is None and together.prompt_tokens != len(prompt):
@@ -58,16 +62,28 @@ def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
         raise TargetError(f"{info.name} did not answer a prompt of {len(prompt)} tokens: {missing['text']}")
     features = [name for name, setting in deployment.features if setting]
     for name in features:
-        why = _feature_fault(name, target, deployment, info)
+        why = _feature_fault(name, target, prompt, deployment, info)
         if why:
             missing[name] = why
     return ProbeResult(frozenset(name for name in [*declared, *features] if name not in missing), missing)
 
 
-def _prompt(info: Info) -> tuple[int, ...]:
-    """Distinct ordinary ids: not the first few nor the last few, where special tokens usually lie."""
-    vocab = info.vocab_size or 64
-    return tuple(min(3 + 5 * i % max(1, vocab - 12), vocab - 1) for i in range(_PROMPT))
+def probe_prompt(vocab: int, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """Ordinary ids from the middle of the vocabulary, where special tokens seldom lie.
+
+    With a ``tokenizer``, ids that a text stands for: what it makes of the text of those. Raises TargetError where
+    no text keeps its ids.
+    """
+    ids = tuple(vocab // 4 + 5 * i % max(1, vocab // 2) for i in range(_PROMPT))
+    if tokenizer is None:
+        return ids
+    for _ in range(_PROMPT):
+        text = tokenizer.decode(ids)
+        again = tuple(tokenizer.encode(text))
+        if again == ids:
+            return ids
+        ids = again
+    raise TargetError("the checkpoint's tokenizer gives a text other ids each time that it is read back")
 
 
 def _ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
@@ -80,11 +96,11 @@ def _ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
     return answers[0]
 
 
-def _fault(name: str, answer: Response, deployment: Deployment, info: Info) -> str:
+def _fault(name: str, answer: Response, length: int, deployment: Deployment, info: Info) -> str:
     """Why ``answer`` does not show the observable; empty where it does."""
     if answer.error is not None:
         return f"the probe was refused: {answer.error}"
-    rows = _PROMPT + max(0, len(answer.tokens) - 1) - answer.first_row
+    rows = length + max(0, len(answer.tokens) - 1) - answer.first_row
     if name == "text":
         ended = answer.finish == "stop" and answer.text is not None  # the first choice was the end of the text
         return "" if answer.tokens or answer.text or ended else "no token and no text came back"
@@ -130,7 +146,7 @@ def _taps_fault(answer: Response, deployment: Deployment, rows: int) -> str:
     return ""
 
 
-def _feature_fault(name: str, target: Target, deployment: Deployment, info: Info) -> str:
+def _feature_fault(name: str, target: Target, prompt: tuple[int, ...], deployment: Deployment, info: Info) -> str:
     levels = info.features.get(name)
     if levels is None:
         return "asked for, but not declared"
@@ -138,9 +154,7 @@ def _feature_fault(name: str, target: Target, deployment: Deployment, info: Info
         return f"setting {deployment.feature(name)} is none of {', '.join(map(str, levels))}"
     if name != "prefix_cache":
         return ""
-    prompt = tuple(_prompt(info)[i % _PROMPT] for i in range(8 * _PROMPT))[
-        : max(1, (info.max_context or 1 << 20) - _NEW)
-    ]
+    prompt = (prompt * _REPEATS)[: max(1, (info.max_context or 1 << 20) - _NEW)]
     request = Request("adapt-probe-prefix", prompt, max_new_tokens=_NEW, first_row=len(prompt) - 1)
     answers = [next(iter(target.run([request]))) for _ in range(2)]
     cached = answers[1].cached_tokens
