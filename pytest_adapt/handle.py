@@ -110,7 +110,8 @@ class ModelHandle:
 
     @cached_property
     def _all_prompts(self) -> Mapping[str, tuple[int, ...]]:
-        from pytest_adapt.models import ModelEntry, prompts
+        from pytest_adapt.models import ModelEntry
+        from pytest_adapt.models.prompts import prompts_of
 
         entry = self.entry or ModelEntry(
             # A fixed name: copies of one checkpoint get the same prompts.
@@ -124,7 +125,7 @@ class ModelHandle:
             precisions=self._model.precisions,
             must_pass=(),
         )
-        return prompts(entry, self.directory)
+        return prompts_of(entry, self.directory)
 
     def _weight_files(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"

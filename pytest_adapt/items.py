@@ -49,6 +49,8 @@ class ItemState:
     target: OpenTarget | None = None
     model: ModelHandle | None = None
     reference: Any = None
+    proposed: int = 0
+    """Records that the reference had proposed before this item."""
     divergence: Divergence | None = None
     seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)

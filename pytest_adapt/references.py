@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_adapt.golden.reference import GoldenReference, OracleReference, TargetReference
     from pytest_adapt.handle import ModelHandle
+    from pytest_adapt.items import ItemState
     from pytest_adapt.runner import Runner
     from pytest_adapt.target.protocol import Deployment, Response
 
@@ -22,13 +25,32 @@ class References:
         self._runner = runner
         self._made: dict[tuple[str, str], Any] = {}
         self._host: Any = None
+        self._case = ""
 
-    def get(self, model: ModelHandle, precision: str) -> Any:
-        """The reference of a model. ``precision`` matters only to --adapt-reference, which opens a target."""
+    def get(self, model: ModelHandle, precision: str, case: str) -> Any:
+        """The reference of a model, for one case. ``precision`` matters to --adapt-reference, which opens a target."""
+        self._case = case
         key = (model.name, precision if self._runner.settings.reference else "")
         if key not in self._made:
             self._made[key] = self._make(model, precision)
         return self._made[key]
+
+    def keep_observed(self, state: ItemState) -> None:
+        """After a mismatch with a golden record: leave the target's answers under ``.adapt/pending``, for review."""
+        from pytest_adapt.golden.record import RecordError
+        from pytest_adapt.golden.review import propose_observed
+
+        if getattr(state.reference, "kind", "") != "golden" or state.model is None or state.target is None:
+            return
+        prompts = state.model.prompts()
+        for one in state.judge.failures():
+            tokens = prompts.get(one.prompt)
+            answer = state.target.answer_to(tokens) if tokens else None
+            if tokens is None or answer is None:
+                continue
+            record, who = state.reference.record(one.prompt, tokens), state.target.info.name
+            with contextlib.suppress(RecordError):  # an answer that cannot be a record is in the message already
+                propose_observed(self._pending, record, answer, who, state.case, one.detail)
 
     def close(self) -> None:
         """Close the target of --adapt-reference."""
@@ -53,7 +75,7 @@ class References:
             model.directory, precisions, model.name, self._runner.config.rootpath / ".adapt" / "oracle"
         )
 
-    def _golden(self, model: ModelHandle, live: OracleReference) -> GoldenReference:
+    def _golden(self, model: ModelHandle, live: OracleReference) -> GoldenReference | OracleReference:
         from pytest_adapt.golden.reference import GoldenReference
         from pytest_adapt.golden.store import Store, shipped_store
         from pytest_adapt.models import spec_hash
@@ -63,6 +85,8 @@ class References:
         stores = (*own, shipped_store())
         # A model of which nothing was ever recorded is judged by the live oracle; one record lost among others fails.
         recorded = any(name.startswith(f"{model.name}.") for store in stores for name in store.entries)
+        if not recorded and settings.goldens == "check":
+            return live
         assert model.entry is not None
         return GoldenReference(
             live,
@@ -77,7 +101,11 @@ class References:
     def _propose(self, record: Any, why: str) -> None:
         from pytest_adapt.golden.review import propose
 
-        propose(self._runner.config.rootpath, record, why, self._runner.settings.reason)
+        propose(self._pending, record, why, self._case, self._runner.settings.reason)
+
+    @property
+    def _pending(self) -> Path:
+        return self._runner.config.rootpath / ".adapt" / "pending"
 
     def _target(self, model: ModelHandle, precision: str, live: OracleReference) -> TargetReference:
         from pytest_adapt.golden.reference import TargetReference

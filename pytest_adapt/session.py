@@ -230,7 +230,8 @@ class OpenTarget:
         self.observables_used: set[str] = set()
         """Observables that were asked for."""
         self.responses: dict[str, Response] = {}
-        """The last answers by id (what --adapt-dump writes)."""
+        """Answers by request id (what --adapt-dump writes)."""
+        self._scored: dict[tuple[int, ...], Response] = {}
         self._number = 0
 
     @property
@@ -266,6 +267,8 @@ class OpenTarget:
     def check(self) -> None:
         """Open, and end the item where the target does not show what its mark needs."""
         _ = self._opened
+        if self._mark.needs == ("load_audit",) and "load_audit" not in self.shown:
+            raise Verdict(Status.UNSUPPORTED, "the target gives no load report (tensors, bytes, seconds)")
         if self._mark.needs:
             self.best(self._mark.needs)
         for name, wanted in self._mark.features:
@@ -287,6 +290,7 @@ class OpenTarget:
             asked.append(replace(request, want=want))
         answers = self._host.run(self._opened, asked)
         self.responses.update(answers)
+        self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
         return answers
 
     def score(self, tokens: Iterable[int], want: Iterable[str] | None = None, **request: Any) -> Response:
@@ -337,6 +341,10 @@ class OpenTarget:
             made._own = self._host.separate(deployment)
             self._variants[deployment] = made
         return self._variants[deployment]
+
+    def answer_to(self, tokens: Iterable[int]) -> Response | None:
+        """The last teacher-forced answer to a prompt in this item."""
+        return self._scored.get(tuple(tokens))
 
     def deployments(self) -> list[Deployment]:
         """This deployment and those opened beside it."""

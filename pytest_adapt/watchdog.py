@@ -38,7 +38,7 @@ class Watchdog:
                 kind, value = box.get(timeout=max(0.001, deadline - time.monotonic()))
             except queue.Empty:
                 self.stop()
-                raise Hung(f"no answer within {seconds:g} s while waiting for {waiting_for()}") from None
+                raise Hung(f"no answer within {seconds:.3g} s while waiting for {waiting_for()}") from None
             if kind == "end":
                 return
             if kind == "error":

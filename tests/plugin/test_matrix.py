@@ -1,0 +1,230 @@
+"""Rows: which tests get which cells, under which ids, in which order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Folder
+
+pytestmark = pytest.mark.usefixtures("folder")
+Write = Callable[..., object]
+
+
+def test_a_users_test_gets_only_the_axes_it_asks_for(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        def test_all(target, context_length): assert context_length == 64
+        def test_model(model): assert model.entry is not None
+        def test_precision(precision): pass
+        def test_deployment(deployment): assert deployment.precision in ("fp32", "bf16")
+        def test_plain(): pass
+
+        @pytest.fixture
+        def indirect(layout): return str(layout)
+        def test_through_a_fixture(indirect): assert indirect == "single"
+
+        @pytest.mark.parametrize("precision", ["fp16"])
+        def test_own_axis(deployment): assert deployment.precision == "fp16"
+
+        @pytest.mark.parametrize("n", [1, 2])
+        @pytest.mark.adapt(precisions=["fp32"])
+        def test_more(precision, n): pass
+        """
+    )
+    result = folder.run("Echo", "-v", "test_mine.py")
+    assert result.ret == 0
+    assert result.parseoutcomes() == {"passed": 12}
+    assert set(folder.statuses()) == {
+        "test_mine.py::test_all[qwen3-moe-odd-single-fp32-64]",
+        "test_mine.py::test_all[qwen3-moe-odd-single-bf16-64]",
+        "test_mine.py::test_model[qwen3-moe-odd]",
+        "test_mine.py::test_precision[fp32]",
+        "test_mine.py::test_precision[bf16]",
+        "test_mine.py::test_deployment[qwen3-moe-odd-single-fp32]",
+        "test_mine.py::test_deployment[qwen3-moe-odd-single-bf16]",
+        "test_mine.py::test_through_a_fixture[single]",
+        "test_mine.py::test_own_axis[qwen3-moe-odd-single-fp16]",
+        "test_mine.py::test_more[fp32-1]",
+        "test_mine.py::test_more[fp32-2]",
+    }
+
+
+def test_a_users_own_fixture_of_the_same_name_wins(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.fixture
+        def model(): return "mine"
+        def test_it(model): assert model == "mine"
+        """
+    )
+    assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 1}
+
+
+def test_items_are_sorted_so_that_each_deployment_opens_once(folder: Folder, write: Write) -> None:
+    write(
+        test_b="""
+        import pytest
+        @pytest.mark.adapt(rung="consistent")
+        def test_late(target): pass
+        @pytest.mark.adapt(rung="loads")
+        def test_early(target): pass
+        @pytest.mark.adapt(features={"chunk": 7})
+        def test_feature(target): assert target.deployment.feature("chunk") == 7
+        """,
+        test_a="def test_other(target): target.generate((1, 2), 3)\ndef test_plain(): pass",
+    )
+    result = folder.run("Echo", "-v", "--adapt-models=qwen3-moe-odd,mixtral-odd", "test_b.py", "test_a.py")
+    assert result.ret == 0
+    opened = [line for line in folder.opened() if line != "close"]
+    assert len(opened) == len(set(opened)) == 8
+    assert [line == "close" for line in folder.opened()] == [False, True] * 8
+    ran = [line.split()[0] for line in result.outlines if " PASSED" in line]
+    assert ran[0] == "test_a.py::test_plain"
+    first = [name.partition("[")[0] for name in ran if "qwen3-moe-odd-single-fp32" in name]
+    assert first == [
+        "test_b.py::test_early",
+        "test_b.py::test_late",
+        "test_a.py::test_other",
+        "test_b.py::test_feature",
+    ]
+    assert "[1/8] qwen3-moe-odd single fp32" in result.outlines
+    assert "[8/8] mixtral-odd single bf16 chunk=7" in result.outlines
+
+
+def test_quiet_shows_no_progress(folder: Folder, write: Write) -> None:
+    write(test_a="def test_other(target): pass")
+    assert not any(line.startswith("[1/") for line in folder.run("Echo", "-q", "test_a.py").outlines)
+
+
+def test_rows_are_pruned_before_collection(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(profile="full")
+        def test_full(target): pass
+        @pytest.mark.adapt(models=["llama-odd"])
+        def test_elsewhere(target): pass
+        def test_here(target): pass
+        """
+    )
+    result = folder.run("Echo", "--co", "-q", "--adapt-precisions=fp32", "test_mine.py")
+    assert [line for line in result.outlines if "::" in line] == ["test_mine.py::test_here[qwen3-moe-odd-single-fp32]"]
+    result = folder.run(
+        "Echo", "--co", "-q", "--adapt-models=llama-odd", "--adapt-precisions=fp32", "test_mine.py", profile="full"
+    )
+    assert len([line for line in result.outlines if "::" in line]) == 3
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ("rungs='loads'", "mark adapt does not take rungs"),
+        ("'loads'", "mark adapt does not take 'loads'"),
+        ("rung='load'", "rung 'load' is none of loads, correct"),
+        ("needs='logit'", "needs 'logit' is none of taps, logits"),
+        ("profile='nightly'", "profile 'nightly' is none of smoke, day0, full"),
+        ("precisions=('fp8',)", "precisions 'fp8' is none of fp32"),
+    ],
+)
+def test_a_wrong_mark_is_an_error_of_collection(folder: Folder, write: Write, mark: str, message: str) -> None:
+    write(test_mine=f"import pytest\n@pytest.mark.adapt({mark})\ndef test_it(target): pass\n")
+    result = folder.run("Echo", "test_mine.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert message in result.stdout.str()
+
+
+def test_directories_are_models(folder: Folder, write: Write) -> None:
+    for place in ("a", "b"):
+        (folder.path / place / "tiny").mkdir(parents=True)
+        config = {"vocab_size": 331, "max_position_embeddings": 100, "sliding_window": 24, "num_attention_heads": 6}
+        (folder.path / place / "tiny" / "config.json").write_text(json.dumps(config))
+    write(
+        test_mine="""
+        def test_it(target, model, context_length):
+            assert model.entry is None
+            assert model.boundaries == (16, 24, 64, 100)
+            assert target.deployment.max_context == 100
+            assert all(len(ids) <= context_length for ids in model.prompts(context_length).values())
+            assert max(map(max, model.prompts().values())) < 331
+        """
+    )
+    args = ("--adapt-models=a/tiny,b/tiny", "--adapt-precisions=fp32", "--adapt-contexts=24,100", "test_mine.py")
+    result = folder.run("Echo", *args)
+    assert result.ret == 0
+    assert set(folder.statuses()) == {
+        f"test_mine.py::test_it[{name}-single-fp32-{context}]" for name in ("tiny", "tiny-2") for context in (100, 24)
+    }
+
+
+def test_each_prompt_is_judged_in_one_row(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        def test_it(model, context_length, precision):
+            names = model.prompts(context_length)
+            with open("prompts.log", "a") as log:
+                log.writelines(f"{name} {len(ids)} {context_length}\\n" for name, ids in names.items())
+        """
+    )
+    assert folder.run("Echo", "--adapt-precisions=fp32", "--adapt-contexts=16,64", "test_mine.py").ret == 0
+    rows = [line.split() for line in (folder.path / "prompts.log").read_text().splitlines()]
+    assert len({name for name, _, _ in rows}) == len(rows)
+    assert {context for _, length, context in rows if int(length) <= 16} == {"16"}
+    assert {context for _, length, context in rows if int(length) > 16} == {"64"}
+
+
+def test_layouts(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        def test_it(target, layout): assert str(layout) == target.deployment.layout
+        """
+    )
+    args = ("--adapt-layouts=single,tp2,tp4.dp1", "--adapt-precisions=fp32", "test_mine.py")
+    result = folder.run("Echo", *args)
+    assert result.ret == 0
+    assert {case.partition("[")[2]: status for case, status in folder.statuses().items()} == {
+        "qwen3-moe-odd-single-fp32]": "pass",
+        "qwen3-moe-odd-tp2-fp32]": "pass",
+        "qwen3-moe-odd-tp4-fp32]": "unsupported",
+    }
+    reason = next(case["reason"] for case in folder.report()["cases"] if "tp4" in case["case"])
+    assert reason == "layout tp4: 6 query heads do not divide by 4; nearest legal: tp2, tp6"
+
+
+def test_github_matrix(folder: Folder) -> None:
+    result = folder.run_subprocess(
+        "--adapt-target=py:targets:Echo", "--adapt-matrix=github", "--adapt-models=llama-odd,mixtral-odd", "-q"
+    )
+    assert result.ret == 0
+    jobs = json.loads(result.stdout.str())["include"]
+    assert [job["name"] for job in jobs] == ["llama-odd fp32", "llama-odd bf16", "mixtral-odd fp32", "mixtral-odd bf16"]
+    assert jobs[0]["args"] == "--adapt-target=py:targets:Echo --adapt-models=llama-odd --adapt-precisions=fp32"
+    assert not (folder.path / ".adapt" / "report").exists()
+
+
+def test_plan_runs_nothing(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        def test_it(target, context_length): raise AssertionError
+        @pytest.mark.adapt(requests=3, tokens=37)
+        def test_more(target): raise AssertionError
+        """
+    )
+    result = folder.run("Echo", "--adapt-plan", "--adapt-precisions=fp32", "test_mine.py")
+    assert result.ret == 0
+    line = next(line for line in result.outlines if line.startswith("qwen3-moe-odd single fp32"))
+    # test_more: prompts of 1, 15, 16, 17 and 37 tokens, three times each
+    cases, requests, tokens = map(int, line.split()[3:])
+    assert cases == 2
+    assert requests >= 3 * 5
+    assert tokens >= 3 * (1 + 15 + 16 + 17 + 37)
+    assert any(line.startswith("total: 2 cases, 1 deployments, about ") for line in result.outlines)
+    assert "assumed: 5 s a deployment" in result.stdout.str()
+    assert folder.opened() == []

@@ -1,0 +1,163 @@
+"""Options: one value from command line, environment, ini or default, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_adapt.options import OPTIONS, Settings, unknown_variables
+
+if TYPE_CHECKING:
+    from conftest import Folder
+
+SHOW = """
+    def test_show(target, request):
+        from pytest_adapt.stash import RUN
+        settings = request.config.stash[RUN].settings
+        print("SHOWN", settings.profile, settings.precisions, settings.contexts, settings.timeout, dict(settings.sources))
+"""
+
+
+def test_command_line_then_environment_then_ini_then_default(
+    folder: Folder, write: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(SHOW)
+    folder.pytester.makeini("[pytest]\nadapt_profile = full\nadapt_precisions = bf16\nadapt_timeout = 9\n")
+    monkeypatch.setenv("ADAPT_PRECISIONS", "fp16")
+    monkeypatch.setenv("ADAPT_CONTEXTS", "64")
+    args = ("--adapt-target=py:targets:Echo", "--adapt-models=qwen3-moe-odd", "--adapt-contexts=16, 64", "-s")
+    result = folder.run_bare(*args, ".")
+    line = next(line for line in result.outlines if "SHOWN" in line)
+    assert "full ('fp16',) (16, 64) 9.0" in line
+    for word in ("'profile': 'ini file'", "'precisions': 'environment'", "'contexts': 'command line'"):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--adapt-profile=smok"],
+            "--adapt-profile: 'smok' is not allowed (did you mean smoke?); allowed: smoke, day0, full",
+        ),
+        (["--adapt-precisions=fp32,fp8"], "--adapt-precisions: 'fp8' is not allowed"),
+        (["--adapt-precisions=,"], "--adapt-precisions=',' names nothing"),
+        (["--adapt-layouts=tp0"], "--adapt-layouts: layout tp0: cannot read 'tp0'"),
+        (["--adapt-layouts=ep4.dp2"], "nearest legal: ep2, ep4"),
+        (["--adapt-contexts=4k"], "--adapt-contexts: '4k' is not a number of tokens"),
+        (["--adapt-contexts=0"], "--adapt-contexts: '0' is not a number of tokens"),
+        (
+            ["--adapt-models=qwen3-moe-od"],
+            "neither a checkpoint directory nor in the catalogue (did you mean qwen3-moe-odd",
+        ),
+        (["--adapt-models=empty"], "config.json: cannot be read as JSON"),
+        (["--adapt-timeout=-1"], "--adapt-timeout='-1' is not a positive number of seconds"),
+        (["--adapt-timeout=nan"], "--adapt-timeout='nan' is not a positive number of seconds"),
+        (["--adapt-observables=tap"], "--adapt-observables: 'tap' is not allowed (did you mean taps?)"),
+        (["--adapt-require=all"], "allowed: endpoint, engine, release"),
+        (["--adapt-mode=exact"], "allowed: fast, strict"),
+        (["--adapt-goldens=write"], "allowed: check, new, update, off"),
+        (["--adapt-goldens=update"], "--adapt-goldens=update needs --adapt-reason"),
+        (["--adapt-inject=RT01"], "--adapt-inject=RT01 needs --adapt-target=builtin"),
+        (["--adapt-reference=nope:"], "unknown target 'nope:'"),
+        (["--adapt-matrix=gitlab"], "allowed: github"),
+        (["--adapt-contexts=8192", "--adapt-models=qwen3-moe-odd"], "has 4352 positions"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_code_4(folder: Folder, args: list[str], message: str) -> None:
+    (folder.path / "empty").mkdir()
+    result = folder.run("Echo", *args)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.errlines if line.startswith("ERROR:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in result.stderr.str()
+    assert not (folder.path / ".adapt" / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nope", "unknown target 'nope'"),
+        ("py:targets", "write py:module:Class"),
+        ("py:targets:Ech", "did you mean Echo?"),
+        ("py:absent:Target", "importing absent failed: ModuleNotFoundError"),
+        ("openai:", "openai"),
+        ("cmd:serve {model}", "lacks {port}"),
+        ("openai:http://127.0.0.1:1/v1", "name it with --adapt-models"),
+    ],
+)
+def test_a_wrong_target_is_one_line_and_exit_code_4(folder: Folder, spec: str, message: str) -> None:
+    result = folder.run_bare(f"--adapt-target={spec}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in "\n".join(result.errlines)
+    assert "Traceback" not in result.stderr.str()
+
+
+def test_recording_is_refused_in_ci(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    result = folder.run("Echo", "--adapt-goldens=new")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "is refused in CI" in "\n".join(result.errlines)
+
+
+def test_an_option_without_a_target_is_refused(folder: Folder) -> None:
+    result = folder.run_subprocess("--adapt-precisions=fp32")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--adapt-precisions does nothing without --adapt-target" in result.stderr.str()
+
+
+def test_header_names_target_profile_and_every_variable(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAPT_API_KEY", "hunter2")
+    monkeypatch.setenv("ADAPT_PROFIL", "x-secret")
+    monkeypatch.setenv("ADAPT_CONCURRENCY", "3")
+    folder.pytester.makepyfile(test_it="def test_it(target): pass")
+    result = folder.run("Echo", "--adapt-precisions=fp32", "test_it.py")
+    lines = [line for line in result.outlines if line.startswith("adapt")]
+    header = lines[:2]
+    assert header[0] == f"adapt {_version()}: target py:targets:Echo, profile smoke, requires engine"
+    assert "precisions=fp32" in header[1]
+    assert "ADAPT_API_KEY=***" in header[1]
+    assert "ADAPT_CONCURRENCY=3" in header[1]
+    assert "ADAPT_PROFIL (unknown, did you mean ADAPT_PROFILE?)" in header[1]
+    text = result.stdout.str()
+    assert "hunter2" not in text
+    assert "x-secret" not in text
+
+
+def _version() -> str:
+    from pytest_adapt import __version__
+
+    return __version__
+
+
+def test_unknown_variables() -> None:
+    known = {option.variable for option in OPTIONS if option.command_line}
+    assert unknown_variables(dict.fromkeys(known, "1")) == {}
+    assert unknown_variables({"ADAPT_TARGE": "x", "PATH": "y"}) == {"ADAPT_TARGE": "ADAPT_TARGET"}
+
+
+def test_settings_give_their_own_command_line() -> None:
+    sources = {"target": "environment", "precisions": "command line", "profile": "ini file", "report": "command line"}
+    settings = Settings("hf:", precisions=("fp32", "bf16"), profile="full", report="out", sources=sources)
+    assert settings.arguments() == ["--adapt-target=hf:", "--adapt-precisions=fp32,bf16"]
+
+
+def test_help_lists_every_option_once(folder: Folder) -> None:
+    result = folder.run_subprocess("--help", "--adapt-target=nonsense")
+    text = result.stdout.str()
+    assert result.ret == 0
+    assert "adapt: LLM platform conformance:" in text
+    for option in OPTIONS:
+        assert len(re.findall(rf"^  {option.flag}[ =\n]", text, re.MULTILINE)) == option.command_line, option
+        assert f"  {option.ini} (" in text
+
+
+def test_markers_are_described(folder: Folder) -> None:
+    text = folder.run_subprocess("--markers").stdout.str()
+    assert "@pytest.mark.requirement(number, ...): numbers of the requirements" in text
+    assert "@pytest.mark.adapt(rung=None, needs=(), features={}" in text
+    assert "@pytest.mark.adapt_serial: measures time" in text

@@ -1,0 +1,121 @@
+"""The table of statuses, the requirements of each kind, and the ladder."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_adapt.verdict.ladder import SUITE_RUNGS, climb, clusters, is_red, rung_of
+from pytest_adapt.verdict.result import RUNGS, CaseResult, Divergence, Measurement, Status
+from pytest_adapt.verdict.status import GREEN, OUTCOMES, REQUIREMENTS, Verdict, outcome, required, verdict_of
+
+# The table of the design: status, outcome when required, outcome when not.
+TABLE = """
+pass          passed   passed
+fail          failed   failed
+error         failed   failed
+xfail         xfailed  xfailed
+waived        xfailed  xfailed
+unsupported   skipped  skipped
+unknown       failed   skipped
+unchecked     failed   skipped
+inconclusive  failed   skipped
+deferred      failed   skipped
+blocked       failed   skipped
+stale         failed   failed
+mismatch      failed   failed
+new           failed   failed
+gone          failed   failed
+"""
+
+
+def test_every_status_has_its_outcome() -> None:
+    expected = {line.split()[0]: tuple(line.split()[1:]) for line in TABLE.split("\n") if line}
+    assert {status.value for status in Status} == set(expected)
+    for status in Status:
+        assert (outcome(status, True), outcome(status, False)) == expected[status]
+    assert set(OUTCOMES) == set(Status)
+    assert {status for status in Status if outcome(status, True) != "failed"} == GREEN
+
+
+@pytest.mark.parametrize("kind", sorted(REQUIREMENTS))
+def test_what_a_kind_must_show(kind: str) -> None:
+    def needs(*names: str, **more: object) -> bool:
+        return required(kind, rung="correct", needs=names, **more)  # type: ignore[arg-type]
+
+    assert needs("text")
+    assert needs("logits", "text")
+    assert needs()
+    assert needs("taps") == (kind != "endpoint")
+    assert needs("logits") == (kind != "endpoint")
+    assert needs("text", suite="serving", must_pass=("loading",)) == (kind == "release")
+    assert needs("text", suite="loading", must_pass=("loading",))
+    assert needs("text", suite="", must_pass=("loading",))  # a user's own test
+    assert needs("text", serial=True) == (kind == "release")
+    assert needs("text", serial=True, profile="full")
+
+
+def test_any_exception_can_carry_a_status() -> None:
+    assert verdict_of(Verdict(Status.UNKNOWN, "why")) == (Status.UNKNOWN, "why")
+    assert verdict_of(ValueError("no")) is None
+    error = RuntimeError("old")
+    error.adapt_status = "stale"  # type: ignore[attr-defined]
+    assert verdict_of(error) == (Status.STALE, "old")
+
+
+def case(rung: str, status: str, name: str = "a", **more: object) -> CaseResult:
+    return CaseResult(f"{rung}/{name}", Status(status), suite=rung, rung=rung, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cases", "trusted", "state"),
+    [
+        ([], 0, "empty"),
+        ([case("loads", "pass")], 1, "empty"),
+        ([case("loads", "pass"), case("correct", "fail")], 1, "red"),
+        ([case("loads", "fail"), case("correct", "pass")], 0, "red"),
+        ([case("loads", "pass"), case("correct", "unsupported")], 1, "empty"),
+        ([case("loads", "pass"), case("correct", "unknown", required=False), case("correct", "pass", "b")], 2, "empty"),
+        ([case("loads", "pass"), case("correct", "unknown"), case("correct", "pass", "b")], 1, "red"),
+        ([case("correct", "pass")], 0, "empty"),  # nothing is trusted above a rung that was not judged
+        ([case(rung, "pass") for rung in RUNGS], 8, None),
+        ([case("loads", "waived")], 0, "empty"),
+    ],
+)
+def test_ladder(cases: list[CaseResult], trusted: int, state: str | None) -> None:
+    ladder = climb(cases)
+    assert ladder.trusted == trusted
+    assert (ladder.next.state if ladder.next else None) == state
+    assert (f"rung {trusted} of 8" in str(ladder)) == bool(trusted)
+
+
+def test_rungs_of_suites() -> None:
+    assert set(SUITE_RUNGS.values()) <= {*RUNGS, ""}
+    assert rung_of("determinism", None) == "consistent"
+    assert rung_of("determinism", "loads") == "loads"
+    assert rung_of("", None) == ""
+
+
+def test_cases_with_one_cause_make_one_cluster() -> None:
+    def diverged(layer: int, position: int) -> Divergence:
+        return Divergence(f"layer.{layer}.attn.k_rope", position, "1", "2", 1.0, 0.1, layer=layer)
+
+    over = [Measurement("kl", 2.0, 1.0, False, compared=3)]
+    found = clusters(
+        [
+            case("consistent", "fail", "z", divergence=diverged(0, 1)),
+            case("correct", "fail", "a", divergence=diverged(2, 9)),
+            case("correct", "fail", "b", measurements=over, model="m1"),
+            case("correct", "fail", "c", measurements=over, model="m2"),
+            case("correct", "unknown", "d", reason="needs taps"),
+            case("correct", "unknown", "e", reason="needs taps", required=False),
+            case("loads", "pass"),
+        ]
+    )
+    assert [(cluster.cause, len(cluster.cases)) for cluster in found] == [
+        ("kl beyond its budget (correct)", 2),
+        ("first divergence in attn.k_rope", 2),
+        ("needs taps", 1),
+    ]
+    assert found[1].first.case == "correct/a"
+    assert found[0].values("model") == ["m1", "m2"]
+    assert not is_red(case("correct", "unknown", required=False))

@@ -1,0 +1,171 @@
+"""From a judge's comparison to pytest's outcome; a wrong target must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Folder
+
+Write = Callable[..., object]
+FP32 = "--adapt-precisions=fp32"
+JUDGED = """
+    import pytest
+    pytestmark = pytest.mark.adapt(rung="correct", needs=("logits", "text"))
+
+    def test_predictions(target, model, precision, reference, judge):
+        for name, tokens in model.prompts(40).items():
+            judge.against_record(name, target.score(tokens), reference.record(name, tokens))
+"""
+
+
+def test_a_right_target_passes(folder: Folder, write: Write) -> None:
+    write(test_mine=JUDGED)
+    result = folder.run("Oracle", FP32, "test_mine.py")
+    assert result.ret == 0, result.stdout.str()
+    (case,) = folder.report()["cases"]
+    assert case["status"] == "pass"
+    assert case["observable"] == "logits"
+    assert sum(one["compared"] for one in case["measurements"]) > 1000
+
+
+def test_a_wrong_target_is_caught(folder: Folder, write: Write) -> None:
+    write(test_mine=JUDGED)
+    result = folder.run("Wrong", FP32, "--adapt-dump=kept", "test_mine.py")
+    assert result.ret == 1
+    text = result.stdout.str()
+    assert "logprob" in text
+    assert "budget" in text
+    assert "repeat: pytest --adapt-target=py:targets:Wrong" in text
+    assert "test_mine.py::test_predictions[qwen3-moe-odd-single-fp32]" in text
+    assert "Traceback" not in text
+    assert list((folder.path / "kept").rglob("*.npz"))
+    (cluster,) = folder.report()["clusters"]
+    assert cluster["cases"] == ["test_mine.py::test_predictions[qwen3-moe-odd-single-fp32]"]
+
+
+def test_another_target_can_be_the_reference(folder: Folder, write: Write) -> None:
+    write(test_mine=JUDGED)
+    assert folder.run("Oracle", FP32, "--adapt-reference=py:targets:Oracle", "test_mine.py").ret == 0
+    assert folder.run("Wrong", FP32, "--adapt-reference=py:targets:Oracle", "test_mine.py").ret == 1
+
+
+def test_comparing_nothing_is_an_error(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        def test_nothing(target, precision, judge): pass
+        def test_no_judge(target): pass
+        """
+    )
+    result = folder.run("Echo", FP32, "test_mine.py")
+    assert result.ret == 1
+    assert sorted(folder.statuses().values()) == ["error", "pass"]
+    assert "the test compared nothing" in result.stdout.str()
+
+
+STATUSES = """
+    import pytest
+    from pytest_adapt.verdict.result import Status
+    from pytest_adapt.verdict.status import Verdict
+
+    @pytest.mark.parametrize("status", [status.value for status in Status if status != "pass"])
+    @pytest.mark.adapt(required={required})
+    def test_it(target, status):
+        raise Verdict(Status(status), "because")
+
+    def test_green(target): pass
+"""
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_every_status_reaches_pytest(folder: Folder, write: Write, required: bool) -> None:
+    from pytest_adapt.verdict.result import Status
+    from pytest_adapt.verdict.status import outcome
+
+    write(test_mine=STATUSES.format(required=required))
+    result = folder.run("Echo", FP32, "test_mine.py")
+    expected: dict[str, int] = {"passed": 1}
+    for status in Status:
+        if status is not Status.PASS:
+            expected[outcome(status, required)] = expected.get(outcome(status, required), 0) + 1
+    assert result.parseoutcomes() == expected
+    assert set(folder.statuses().values()) == {status.value for status in Status}
+
+
+def test_a_red_load_blocks_the_rest_of_its_deployment(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(rung="loads")
+        def test_loads(target): assert target.deployment.precision != "bf16", "it did not load"
+        @pytest.mark.adapt(rung="correct")
+        def test_correct(target): pass
+        """
+    )
+    result = folder.run("Echo", "test_mine.py")
+    assert sorted(folder.statuses().values()) == ["blocked", "fail", "pass", "pass"]
+    assert result.parseoutcomes() == {"passed": 2, "failed": 2}
+    assert "not trusted on any rung; rung 1 (loads) is red" in result.outlines
+
+
+def test_waivers(folder: Folder, write: Write) -> None:
+    write(test_mine="def test_bad(target): assert False, 'old trouble'\ndef test_good(target): pass\n")
+    entry = '[[waiver]]\ncases = "{cases}"\nowner = "ana"\nlink = "https://example.org/1"\nexpires = {expires}\nquota = {quota}\n'
+    folder.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
+    known = folder.path / "known.toml"
+    both = "test_mine.py::test_*[qwen3-moe-odd-*]"
+
+    known.write_text(entry.format(cases=both, expires="2999-01-01", quota=2))
+    result = folder.run("Echo", "test_mine.py")
+    assert result.ret == 0
+    assert result.parseoutcomes() == {"passed": 2, "xfailed": 2}
+    assert sorted(folder.statuses().values()) == ["pass", "pass", "waived", "waived"]
+
+    known.write_text(entry.format(cases=both, expires="2999-01-01", quota=1))
+    assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 2, "xfailed": 1, "failed": 1}
+
+    known.write_text(entry.format(cases=both, expires="2020-01-01", quota=2))
+    assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 2, "failed": 2}
+
+    known.write_text(entry.format(cases=both, expires='"soon"', quota=2))
+    result = folder.run("Echo", "test_mine.py")
+    assert result.ret == 4
+    assert "waiver 1: expires must be a date" in "\n".join(result.errlines)
+
+
+def test_pytests_own_marks_still_work(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.xfail(reason="known")
+        def test_known(target): assert False
+        @pytest.mark.skip(reason="not now")
+        def test_skipped(target): pass
+        def test_good(target): pass
+        """
+    )
+    result = folder.run("Echo", FP32, "test_mine.py")
+    assert result.ret == 0
+    assert sorted(folder.statuses().values()) == ["pass", "unsupported", "xfail"]
+
+
+def test_a_broken_fixture_is_an_error(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.fixture
+        def bad(target): raise RuntimeError("of the user")
+        def test_it(target, bad): pass
+        @pytest.fixture
+        def late(target):
+            yield
+            raise RuntimeError("after")
+        def test_late(late): pass
+        """
+    )
+    result = folder.run("Echo", FP32, "test_mine.py")
+    assert result.parseoutcomes() == {"passed": 1, "errors": 2}
+    assert set(folder.statuses().values()) == {"error"}
