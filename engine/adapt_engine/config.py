@@ -181,7 +181,7 @@ def _check_attention(spec: AttentionSpec) -> None:
 
 
 def _check_moe(spec: MoESpec) -> None:
-    _require(spec.experts > 0, "num_experts", spec.experts, "must be positive")
+    _require(0 < spec.experts <= 1 << 16, "num_experts", spec.experts, "must lie in 1..65536")
     _require(
         0 < spec.top_k <= spec.experts, "num_experts_per_tok", spec.top_k, f"must lie in 1..{spec.experts} (experts)"
     )

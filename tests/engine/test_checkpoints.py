@@ -306,6 +306,7 @@ def test_load_places_every_parameter_and_reports_what_it_did(workers: int, check
     assert report.tensors == len(stored) and report.files == len(index.files)
     assert report.bytes == index.nbytes
     assert report.seconds > 0
+    assert 0 < report.io_share < 1
     assert report.bytes_per_second == pytest.approx(report.bytes / report.seconds)
     assert report.largest == max(float(tensor.abs().max()) for tensor in stored.values())
 

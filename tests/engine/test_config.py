@@ -39,6 +39,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, ("layer_types", "linear_attention")),
     ("mixtral", {"sliding_window": -3}, ("sliding_window", "-3")),
     ("mixtral", {"num_experts_per_tok": 6}, ("num_experts_per_tok", "1..5")),
+    ("mixtral", {"num_local_experts": 1 << 30}, ("num_experts", "65536")),
     ("mixtral", {"num_experts": 6}, ("num_experts", "disagree")),
     ("qwen3_moe", {"decoder_sparse_step": 0}, ("decoder_sparse_step",)),
     ("qwen3_moe", {"mlp_only_layers": 1}, ("mlp_only_layers",)),

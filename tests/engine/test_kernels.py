@@ -165,6 +165,22 @@ def test_linear_is_correct_over_shapes(shape: tuple[int, int, int], dtype: torch
     assert bool(((got.double() - exact).abs() <= allowed).all())
 
 
+@pytest.mark.requirement(51)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (5, 3, 17, 9), (2, 8, 64, 128), (70, 2, 9, 1)], ids=str)
+def test_batched_linear_is_correct_over_shapes(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """One matrix a head; float32 sums, not rounded to dtype."""
+    torch.manual_seed(3)
+    rows, heads, width, out = shape
+    ops = KernelRegistry(reference.offers(), dtype, "fast").ops
+    x, weight = torch.randn(rows, heads, width).to(dtype), torch.randn(heads, out, width).to(dtype)
+    exact = torch.einsum("thi,hoi->tho", x.double(), weight.double())
+    size = torch.einsum("thi,hoi->tho", x.double().abs(), weight.double().abs())
+    got = ops.head_linear(x, weight)
+    assert got.dtype == torch.float32
+    assert bool(((got.double() - exact).abs() <= width * rounding_unit(torch.float32) * size).all())
+
+
 @pytest.mark.parametrize("position", [0, 1, 4095, 1_000_000])
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotary_tables_are_exact_at_any_position(kind: str, position: int) -> None:

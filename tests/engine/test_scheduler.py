@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapt_engine import EngineError, SequenceRequest, SequenceResult
+from adapt_engine import CheckpointError, Engine, EngineError, SequenceRequest, SequenceResult
 from adapt_engine.kv.pool import BlockPool
 from adapt_engine.kv.prefix import PrefixCache
 from adapt_engine.runtime.requests import EngineOptions
@@ -213,3 +214,39 @@ def test_prefix_depends_on_everything_before_a_page() -> None:
     assert prefix.lookup((12, 3, 4)) == []
     assert prefix.lookup((1, 23, 3, 4)) == []
     pool.check_integrity([table, table])
+
+
+@pytest.mark.requirement(69)
+@pytest.mark.parametrize(
+    ("family", "numbers"),
+    [
+        # layers x KV heads x head width x (key and value)
+        ("mixtral", 3 * 2 * 8 * 2),
+        ("qwen3_moe", 3 * 2 * 10 * 2),
+        # layers x (latent + rotated key), whatever the number of heads
+        ("deepseek_v3", 3 * (18 + 6)),
+    ],
+)
+@pytest.mark.parametrize(("precision", "element"), [("fp32", 4), ("bf16", 2)])
+def test_cache_takes_the_bytes_that_the_configuration_implies(
+    family: str, numbers: int, precision: str, element: int, opened: Any
+) -> None:
+    engine = opened(family, precision=precision, kv_tokens=100, page_size=16)
+    assert engine.stats()["kv_blocks"] == 7
+    assert engine.stats()["kv_bytes"] == 7 * 16 * numbers * element
+
+
+def test_cache_larger_than_the_machine_is_refused_before_it_is_allocated(opened: Any) -> None:
+    with pytest.raises(EngineError, match="kv_tokens"):
+        opened("llama", max_context=1 << 45)
+
+
+def test_unreadable_file_is_a_checkpoint_error(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*arguments: Any, **named: Any) -> None:
+        raise PermissionError(13, "Permission denied", "model-00001.safetensors")
+
+    monkeypatch.setattr("adapt_engine.weights.loader.mmap.mmap", denied)
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: cannot be read"):
+        Engine.open(checkpoints("llama"))

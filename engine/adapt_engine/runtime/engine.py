@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import torch
 
 from ..config import ModelSpec
-from ..errors import EngineError
+from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
 from ..kernels import KernelRegistry, native, reference
 from ..kv.cache import PagedCache
+from ..kv.groups import groups_of
 from ..kv.pool import BlockPool
 from ..kv.prefix import PrefixCache
 from ..model.step import Span, Step
@@ -42,6 +44,7 @@ class Engine:
         self.kernels_registry = transformer.kernels
         dtype = DTYPES[options.precision]
         blocks = -(-options.cache_tokens // options.page_size)
+        _check_memory(spec, blocks * options.page_size, dtype.itemsize)
         self.pool = BlockPool(blocks)
         self.cache = PagedCache(spec, dtype, blocks, options.page_size)
         self.prefix = PrefixCache(self.pool, options.page_size) if options.prefix_cache else None
@@ -64,8 +67,11 @@ class Engine:
         kernels = KernelRegistry(offers, DTYPES[options.precision], options.mode)
         if options.threads:
             torch.set_num_threads(options.threads)
-        loader = Loader(WeightIndex.read(directory), spec, kernels.dtype)
-        report = loader.load()
+        try:
+            loader = Loader(WeightIndex.read(directory), spec, kernels.dtype)
+            report = loader.load()
+        except OSError as problem:
+            raise CheckpointError(f"{problem.filename or directory}: cannot be read ({problem.strerror})") from None
         return cls(spec, options, Transformer(spec, loader.parameters, kernels), report)
 
     def kernels(self) -> dict[str, str]:
@@ -213,13 +219,13 @@ class Engine:
         seconds = time.perf_counter() - sequence.started
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
-        kept = torch.cat(sequence.logits) if sequence.request.want_logits else None
+        kept = _joined(sequence.logits) if sequence.request.want_logits else None
         return SequenceResult(
             id=sequence.request.id,
             tokens=tuple(sequence.known[len(sequence.request.prompt) :]),
             finish=sequence.finish,
             logits=kept,
-            taps={name: torch.cat(parts) for name, parts in sequence.taps.items()},
+            taps={name: _joined(parts) for name, parts in sequence.taps.items()},
             cached_tokens=sequence.cached,
             seconds=seconds,
         )
@@ -252,3 +258,18 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_memory(spec: ModelSpec, tokens: int, element: int) -> None:
+    """Refuse a KV cache that this machine cannot hold, before anything is allocated."""
+    needed = sum(group.bytes_per_token(element) for group in groups_of(spec)) * tokens
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise EngineError(
+            f"option kv_tokens: {tokens} slots need {needed} bytes, this machine has {present}; "
+            "lower kv_tokens or max_context"
+        )
