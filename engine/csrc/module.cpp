@@ -54,7 +54,8 @@ std::vector<std::string> supported_isas() {
     return names;
 }
 
-template <class A> adapt::Type type_of(const char *name, const A &array) {
+template <class A>
+adapt::Type type_of(const char *name, const A &array) {
     const nb::dlpack::dtype type = array.dtype();
     const bool is_float = type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && type.lanes == 1;
     if (is_float && type.bits == 32) return adapt::Type::f32;
@@ -67,14 +68,16 @@ template <class A> adapt::Type type_of(const char *name, const A &array) {
 std::size_t bytes_of(adapt::Type type) { return type == adapt::Type::f32 ? 4 : 2; }
 
 // A matrix whose rows are dense; the distance between rows is free.
-template <class A> void check_rows(const char *name, const A &array) {
+template <class A>
+void check_rows(const char *name, const A &array) {
     if (array.ndim() != 2) refuse(name, "must have 2 dimensions, has " + std::to_string(array.ndim()));
     if (array.shape(1) > 1 && array.stride(1) != 1)
         refuse(name, "elements of a row must be adjacent, stride is " + std::to_string(array.stride(1)));
     if (array.stride(0) < 0) refuse(name, "rows must not run backwards");
 }
 
-template <class A, class B> void check_same(const char *name, const A &array, const char *other_name, const B &other) {
+template <class A, class B>
+void check_same(const char *name, const A &array, const char *other_name, const B &other) {
     if (array.shape(0) != other.shape(0) || array.shape(1) != other.shape(1))
         refuse(name, std::string("shape differs from that of ") + other_name);
     if (type_of(name, array) != type_of(other_name, other))
@@ -86,7 +89,8 @@ void check_out(const Array &out) {
     if (out.shape(0) > 1 && static_cast<std::size_t>(out.stride(0)) < out.shape(1)) refuse("out", "rows overlap");
 }
 
-template <class A> const char *row(const A &array, std::size_t index, std::size_t bytes) {
+template <class A>
+const char *row(const A &array, std::size_t index, std::size_t bytes) {
     return static_cast<const char *>(array.data()) + index * static_cast<std::size_t>(array.stride(0)) * bytes;
 }
 

@@ -12,19 +12,24 @@ struct Avx2 {
 
     static Avx2 zero() { return {_mm256_setzero_ps()}; }
     static Avx2 set(float v) { return {_mm256_set1_ps(v)}; }
-    template <class T> static Avx2 load(const T *p);
-    template <class T> static Avx2 load_tail(const T *p, std::size_t n) {
+    template <class T>
+    static Avx2 load(const T *p);
+    template <class T>
+    static Avx2 load_tail(const T *p, std::size_t n) {
         T padded[width] = {};
         std::memcpy(padded, p, n * sizeof(T));
         return load<T>(padded);
     }
-    template <class T> void store(T *p) const;
-    template <class T> void store_tail(T *p, std::size_t n) const {
+    template <class T>
+    void store(T *p) const;
+    template <class T>
+    void store_tail(T *p, std::size_t n) const {
         T padded[width];
         store<T>(padded);
         std::memcpy(p, padded, n * sizeof(T));
     }
-    template <class T> Avx2 round() const {
+    template <class T>
+    Avx2 round() const {
         T kept[width];
         store<T>(kept);
         return load<T>(kept);
@@ -56,21 +61,31 @@ struct Avx2 {
     friend Avx2 operator*(Avx2 a, Avx2 b) { return {_mm256_mul_ps(a.value, b.value)}; }
 };
 
-template <> Avx2 Avx2::load<float>(const float *p) { return {_mm256_loadu_ps(p)}; }
-template <> Avx2 Avx2::load<BF16>(const BF16 *p) {
+template <>
+Avx2 Avx2::load<float>(const float *p) {
+    return {_mm256_loadu_ps(p)};
+}
+template <>
+Avx2 Avx2::load<BF16>(const BF16 *p) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
 }
-template <> Avx2 Avx2::load<F16>(const F16 *p) {
+template <>
+Avx2 Avx2::load<F16>(const F16 *p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))};
 }
-template <> void Avx2::store<float>(float *p) const { _mm256_storeu_ps(p, value); }
-template <> void Avx2::store<BF16>(BF16 *p) const {
+template <>
+void Avx2::store<float>(float *p) const {
+    _mm256_storeu_ps(p, value);
+}
+template <>
+void Avx2::store<BF16>(BF16 *p) const {
     alignas(32) float lanes[width];
     _mm256_store_ps(lanes, value);
     for (std::size_t i = 0; i < width; ++i) p[i] = to_bf16(lanes[i]);
 }
-template <> void Avx2::store<F16>(F16 *p) const {
+template <>
+void Avx2::store<F16>(F16 *p) const {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

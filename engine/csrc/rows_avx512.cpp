@@ -13,11 +13,20 @@ struct Avx512 {
     static Avx512 zero() { return {_mm512_setzero_ps()}; }
     static Avx512 set(float v) { return {_mm512_set1_ps(v)}; }
     static __mmask16 first(std::size_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
-    template <class T> static Avx512 load(const T *p) { return load_tail<T>(p, width); }
-    template <class T> static Avx512 load_tail(const T *p, std::size_t n);
-    template <class T> void store(T *p) const { store_tail<T>(p, width); }
-    template <class T> void store_tail(T *p, std::size_t n) const;
-    template <class T> Avx512 round() const;
+    template <class T>
+    static Avx512 load(const T *p) {
+        return load_tail<T>(p, width);
+    }
+    template <class T>
+    static Avx512 load_tail(const T *p, std::size_t n);
+    template <class T>
+    void store(T *p) const {
+        store_tail<T>(p, width);
+    }
+    template <class T>
+    void store_tail(T *p, std::size_t n) const;
+    template <class T>
+    Avx512 round() const;
     float sum() const { return _mm512_reduce_add_ps(value); }
     Avx512 negated() const { return {_mm512_xor_ps(value, _mm512_set1_ps(-0.0f))}; }
     Avx512 exp() const { return exp_of(*this); }
@@ -33,9 +42,7 @@ struct Avx512 {
     friend Avx512 operator*(Avx512 a, Avx512 b) { return {_mm512_mul_ps(a.value, b.value)}; }
 };
 
-Avx512 widen_bf16(__m256i raw) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
-}
+Avx512 widen_bf16(__m256i raw) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))}; }
 
 __m256i narrow_bf16(__m512 value) {
     const __m512i bits = _mm512_castps_si512(value);
@@ -47,31 +54,44 @@ __m256i narrow_bf16(__m512 value) {
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
 }
 
-__m256i narrow_f16(__m512 value) {
-    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+__m256i narrow_f16(__m512 value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-template <> Avx512 Avx512::load_tail<float>(const float *p, std::size_t n) {
+template <>
+Avx512 Avx512::load_tail<float>(const float *p, std::size_t n) {
     return {_mm512_maskz_loadu_ps(first(n), p)};
 }
-template <> Avx512 Avx512::load_tail<BF16>(const BF16 *p, std::size_t n) {
+template <>
+Avx512 Avx512::load_tail<BF16>(const BF16 *p, std::size_t n) {
     return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p));
 }
-template <> Avx512 Avx512::load_tail<F16>(const F16 *p, std::size_t n) {
+template <>
+Avx512 Avx512::load_tail<F16>(const F16 *p, std::size_t n) {
     return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p))};
 }
-template <> void Avx512::store_tail<float>(float *p, std::size_t n) const {
+template <>
+void Avx512::store_tail<float>(float *p, std::size_t n) const {
     _mm512_mask_storeu_ps(p, first(n), value);
 }
-template <> void Avx512::store_tail<BF16>(BF16 *p, std::size_t n) const {
+template <>
+void Avx512::store_tail<BF16>(BF16 *p, std::size_t n) const {
     _mm256_mask_storeu_epi16(p, first(n), narrow_bf16(value));
 }
-template <> void Avx512::store_tail<F16>(F16 *p, std::size_t n) const {
+template <>
+void Avx512::store_tail<F16>(F16 *p, std::size_t n) const {
     _mm256_mask_storeu_epi16(p, first(n), narrow_f16(value));
 }
-template <> Avx512 Avx512::round<float>() const { return *this; }
-template <> Avx512 Avx512::round<BF16>() const { return widen_bf16(narrow_bf16(value)); }
-template <> Avx512 Avx512::round<F16>() const { return {_mm512_cvtph_ps(narrow_f16(value))}; }
+template <>
+Avx512 Avx512::round<float>() const {
+    return *this;
+}
+template <>
+Avx512 Avx512::round<BF16>() const {
+    return widen_bf16(narrow_bf16(value));
+}
+template <>
+Avx512 Avx512::round<F16>() const {
+    return {_mm512_cvtph_ps(narrow_f16(value))};
+}
 
 }  // namespace
 

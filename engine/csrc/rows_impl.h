@@ -70,8 +70,12 @@ void swiglu_row(const T *gate, const T *up, T *out, std::size_t width) {
             .template store_tail<T>(out + whole, tail);
 }
 
-struct BF16 { std::uint16_t bits; };
-struct F16 { std::uint16_t bits; };
+struct BF16 {
+    std::uint16_t bits;
+};
+struct F16 {
+    std::uint16_t bits;
+};
 
 template <class V>
 void rms_norm_any(Type type, const void *x, const void *weight, void *out, std::size_t width, float eps) {

@@ -35,11 +35,20 @@ struct Scalar {
 
     static Scalar zero() { return {0.0f}; }
     static Scalar set(float v) { return {v}; }
-    template <class T> static Scalar load(const T *p);
-    template <class T> static Scalar load_tail(const T *p, std::size_t) { return load<T>(p); }
-    template <class T> void store(T *p) const;
-    template <class T> void store_tail(T *p, std::size_t) const { store<T>(p); }
-    template <class T> Scalar round() const {
+    template <class T>
+    static Scalar load(const T *p);
+    template <class T>
+    static Scalar load_tail(const T *p, std::size_t) {
+        return load<T>(p);
+    }
+    template <class T>
+    void store(T *p) const;
+    template <class T>
+    void store_tail(T *p, std::size_t) const {
+        store<T>(p);
+    }
+    template <class T>
+    Scalar round() const {
         T kept;
         store<T>(&kept);
         return load<T>(&kept);
@@ -52,12 +61,30 @@ struct Scalar {
     friend Scalar operator/(Scalar a, Scalar b) { return {a.value / b.value}; }
 };
 
-template <> Scalar Scalar::load<float>(const float *p) { return {*p}; }
-template <> Scalar Scalar::load<BF16>(const BF16 *p) { return {from_bf16(*p)}; }
-template <> Scalar Scalar::load<F16>(const F16 *p) { return {from_f16(*p)}; }
-template <> void Scalar::store<float>(float *p) const { *p = value; }
-template <> void Scalar::store<BF16>(BF16 *p) const { *p = to_bf16(value); }
-template <> void Scalar::store<F16>(F16 *p) const { *p = to_f16(value); }
+template <>
+Scalar Scalar::load<float>(const float *p) {
+    return {*p};
+}
+template <>
+Scalar Scalar::load<BF16>(const BF16 *p) {
+    return {from_bf16(*p)};
+}
+template <>
+Scalar Scalar::load<F16>(const F16 *p) {
+    return {from_f16(*p)};
+}
+template <>
+void Scalar::store<float>(float *p) const {
+    *p = value;
+}
+template <>
+void Scalar::store<BF16>(BF16 *p) const {
+    *p = to_bf16(value);
+}
+template <>
+void Scalar::store<F16>(F16 *p) const {
+    *p = to_f16(value);
+}
 
 }  // namespace
 

@@ -266,6 +266,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _check_memory(spec: ModelSpec, tokens: int, element: int) -> None:
     """Refuse a KV cache that this machine cannot hold, before anything is allocated."""
+    if not hasattr(os, "sysconf"):
+        return
     needed = sum(group.bytes_per_token(element) for group in groups_of(spec)) * tokens
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:

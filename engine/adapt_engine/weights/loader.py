@@ -123,7 +123,8 @@ class Loader:
         buffer = self.parameters[wanted.buffer]
         target = buffer if wanted.slot < 0 else buffer[wanted.slot]
         part = ShardSlice.whole(wanted.shape)
-        largest = float(tensor.abs().amax())
+        low, high = (float(bound) for bound in torch.aminmax(tensor))
+        largest = max(-low, high)
         if not largest < float("inf"):
             raise self._refuse(wanted, "holds NaN or infinite values")
         if largest > torch.finfo(target.dtype).max:
