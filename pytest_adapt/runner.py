@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shlex
 import time
 from collections.abc import Generator, Mapping
@@ -96,6 +97,14 @@ class Runner:
         self._red_loads: set[tuple[str, str, str]] = set()
 
     # collection
+
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+        return shipped.SuiteModule.make(module_path, parent) if shipped.is_suite_file(module_path) else None
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        patterns = self.config.getini("python_files")
+        usual = parent.session.isinitpath(file_path) or any(fnmatch.fnmatch(file_path.name, one) for one in patterns)
+        return None if usual or not shipped.is_suite_file(file_path) else shipped.SuiteModule.make(file_path, parent)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = metafunc.fixturenames

@@ -98,7 +98,16 @@ def _position(args: list[str], argument: str) -> int:
 
 
 class SuiteModule(pytest.Module):
-    """A shipped test file. Imported in importlib mode, so that it never clashes with a user's file of the same name."""
+    """A shipped test file. Its node id is its case id wherever it lies. It is imported in importlib mode, so that it
+    never clashes with a user's file of the same name, and the user's naming conventions do not apply to it."""
+
+    @classmethod
+    def make(cls, path: Path, parent: pytest.Collector) -> SuiteModule:
+        made: SuiteModule = cls.from_parent(parent, path=path, nodeid=path.relative_to(suites_dir()).as_posix())
+        return made
+
+    def funcnamefilter(self, name: str) -> bool:
+        return name.startswith("test_")
 
     def _getobj(self) -> Any:
         option = self.config.option

@@ -34,7 +34,8 @@ class Echo:
 
     def open(self, deployment):
         with open(LOG, "a") as log:
-            log.write(f"{os.path.basename(deployment.model)} {deployment.layout} {deployment.precision} {deployment.features}\\n")
+            name = os.path.basename(deployment.model)
+            log.write(f"{name} {deployment.layout} {deployment.precision} {deployment.features}\\n")
         self.deployment = deployment
         return Info("echo", "1", observables=self.observables, vocab_size=VOCAB, features={"chunk": (0, 7)})
 
@@ -124,7 +125,8 @@ class Oracle(Echo):
                 if len(new) < request.max_new_tokens:
                     logits = self.logits(fed)
             fed = fed[: len(request.prompt) + max(0, len(new) - 1)]
-            yield Response(request.id, len(request.prompt), tuple(new), logits=self.logits(fed), text="t" if new else None)
+            logits, text = self.logits(fed), "text" if new else None
+            yield Response(request.id, len(request.prompt), tuple(new), logits=logits, text=text)
 
     def logits(self, tokens):
         return np.asarray(self.oracle.run(tuple(tokens)).logits, np.float32)

@@ -87,7 +87,7 @@ def test_dense_models_have_no_expert_axes() -> None:
 
 def test_legal_layouts_are_legal_complete_and_round_trip() -> None:
     sizes = {"heads": 6, "kv_heads": 2, "experts": 5, "layers": 3}
-    found = legal_layouts(**sizes, devices=12)
+    found = legal_layouts(heads=6, kv_heads=2, experts=5, layers=3, devices=12)
     assert found
     assert len(set(map(str, found))) == len(found)
     for layout in found:

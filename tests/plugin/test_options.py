@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 SHOW = """
     def test_show(target, request):
         from pytest_adapt.stash import RUN
-        settings = request.config.stash[RUN].settings
-        print("SHOWN", settings.profile, settings.precisions, settings.contexts, settings.timeout, dict(settings.sources))
+        s = request.config.stash[RUN].settings
+        print("SHOWN", s.profile, s.precisions, s.contexts, s.timeout, dict(s.sources))
 """
 
 

@@ -41,7 +41,8 @@ def test_summary_leads_with_rung_cause_and_next_command(folder: Folder, write: W
     assert lines[0] == "trusted up to rung 1 of 8: loads; rung 2 (correct) is red"
     assert lines[1] == "6 cases: 3 pass, 2 unknown, 1 fail (2 not required)"
     assert lines[2] == "1. colour beyond its budget (own tests): 1 case (qwen3-moe-odd; bf16; single)"
-    command = "pytest --adapt-target=py:targets:Echo --adapt-profile=smoke 'test_mine.py::test_judged[qwen3-moe-odd-single-bf16]'"
+    case = "test_mine.py::test_judged[qwen3-moe-odd-single-bf16]"
+    command = f"pytest --adapt-target=py:targets:Echo --adapt-profile=smoke '{case}'"
     assert f"   next command: {command}" in lines
     assert "not judged: 2 x unknown: cannot be seen" in lines
     last = next(line for line in lines if "report" in line and " s, " in line)
@@ -115,7 +116,7 @@ def test_junit_carries_case_status_and_metrics(folder: Folder, write: Write) -> 
     }
     bad = cases["test_mine.py::test_judged[qwen3-moe-odd-single-bf16]"]
     assert bad["adapt_status"] == "fail"
-    assert bad["adapt_metric.colour"].endswith(" of 0")
+    assert str(bad["adapt_metric.colour"]).endswith(" of 0")
     assert cases["test_mine.py::test_unknown[qwen3-moe-odd-single-fp32]"]["adapt_reason"] == "cannot be seen"
 
 

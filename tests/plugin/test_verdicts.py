@@ -113,7 +113,8 @@ def test_a_red_load_blocks_the_rest_of_its_deployment(folder: Folder, write: Wri
 
 def test_waivers(folder: Folder, write: Write) -> None:
     write(test_mine="def test_bad(target): assert False, 'old trouble'\ndef test_good(target): pass\n")
-    entry = '[[waiver]]\ncases = "{cases}"\nowner = "ana"\nlink = "https://example.org/1"\nexpires = {expires}\nquota = {quota}\n'
+    entry = '[[waiver]]\ncases = "{cases}"\nowner = "ana"\nlink = "https://example.org/1"\n'
+    entry += "expires = {expires}\nquota = {quota}\n"
     folder.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
     known = folder.path / "known.toml"
     both = "test_mine.py::test_*[qwen3-moe-odd-*]"
