@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["OpenAITarget"]
 
 _LOGPROBS = (20, 5, 1)
-# Two answers to one question differ by rounding at most; a shifted row differs by whole nats.
-_SAME = 0.02
+# Two answers to one question differ by rounding; a neighbouring row is another distribution altogether.
+_ALIKE = 0.5
 _REFUSALS = (400, 404, 413, 422)
 _EXTRAS: Mapping[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
 
@@ -238,11 +238,12 @@ class OpenAITarget:
         first = (self._output(alone, dialect) or [None])[0]
         if first is None or len(entries) < len(prompt):
             return dialect
-        if len(entries) > len(prompt) and _same(entries[len(prompt)], first):
-            return replace(dialect, prompt="echo")
-        if _same(entries[len(prompt) - 1], first):
-            return replace(dialect, prompt="echo_after")
-        return dialect
+        # The first output token's distribution is known from the answer without echo: where is it in this one?
+        there = _distance(entries[len(prompt)], first) if len(entries) > len(prompt) else math.inf
+        before = _distance(entries[len(prompt) - 1], first)
+        if min(there, before) > _ALIKE * max(there, before):
+            return dialect
+        return replace(dialect, prompt="echo" if there < before else "echo_after")
 
     # Requests --------------------------------------------------------------------------------------------------
 
@@ -388,13 +389,13 @@ def _names_ids(logprobs: object) -> bool:
     return isinstance(tokens, list) and all(isinstance(text, str) and text.startswith("token_id:") for text in tokens)
 
 
-def _same(one: Entry | None, other: Entry | None) -> bool:
-    """Whether two entries are one distribution: shared candidates agree, and most are shared."""
+def _distance(one: Entry | None, other: Entry | None) -> float:
+    """Mean difference of two distributions over the candidates of either; inf where there is nothing to compare."""
     if one is None or other is None or not one.best or not other.best:
-        return False
-    shared = one.best.keys() & other.best.keys()
-    near = all(abs(one.best[token] - other.best[token]) <= _SAME for token in shared)
-    return near and 2 * len(shared) >= min(len(one.best), len(other.best))
+        return math.inf
+    floor = min(*one.best.values(), *other.best.values(), -1.0)
+    tokens = one.best.keys() | other.best.keys()
+    return sum(abs(one.best.get(token, floor) - other.best.get(token, floor)) for token in tokens) / len(tokens)
 
 
 def _vocab_size(directory: Path) -> int:

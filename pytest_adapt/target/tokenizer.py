@@ -86,7 +86,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def ids_of_strings(tokenizer: Tokenizer) -> dict[str, int]:
-    """Token text -> id, for every text that belongs to exactly one id."""
-    texts = [tokenizer.decode([number]) for number in range(tokenizer.size)]
+    """Token text -> id, for every text that belongs to exactly one id.
+
+    Servers drop bytes that are no whole character, so a text counts as shared where it is equal after that.
+    """
+    texts = [tokenizer.decode([number]).replace("\ufffd", "") for number in range(tokenizer.size)]
     counts = Counter(texts)
-    return {text: number for number, text in enumerate(texts) if text and counts[text] == 1 and "\ufffd" not in text}
+    return {text: number for number, text in enumerate(texts) if text and counts[text] == 1}
