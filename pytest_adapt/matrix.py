@@ -84,6 +84,8 @@ class Mark:
     profile: str = "smoke"
     """The smallest profile in which the test runs."""
     required: bool = True
+    blocks: bool = False
+    """Whether the rest of its deployment is blocked when this item is red."""
     models: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
@@ -209,7 +211,7 @@ def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
     made = Mark(**given)
     for what, values, allowed in (
         ("rung", (made.rung or "loads",), RUNGS),
-        ("needs", made.needs, (*OBSERVABLES, "load_audit")),
+        ("needs", made.needs, OBSERVABLES),
         ("profile", (made.profile,), tuple(PROFILES)),
         ("precisions", made.precisions, PRECISIONS),
     ):

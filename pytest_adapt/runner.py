@@ -94,7 +94,7 @@ class Runner:
         self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
         self._cells: list[Cell] = []
         self._shown_cell: Cell | None = None
-        self._red_loads: set[tuple[str, str, str]] = set()
+        self._blocked: dict[tuple[str, str, str], str] = {}
 
     # collection
 
@@ -266,8 +266,8 @@ class Runner:
             report.__dict__[CASE] = case_to_json(case)
             report.user_properties.extend(_properties(case))
             item.stash[STATE] = replace(state, judge=None, target=None, model=None, reference=None)
-            if case.rung == "loads" and case.status in (Status.FAIL, Status.ERROR) and case.required:
-                self._red_loads.add((case.model, case.layout, case.precision))
+            if state.mark.blocks and state.cell is not None and case.status in (Status.FAIL, Status.ERROR):
+                self._blocked.setdefault((case.model, case.layout, case.precision), case.case)
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -348,9 +348,8 @@ class Runner:
         if state.serial and self.under_xdist:
             return Verdict(Status.DEFERRED, f"measures time; run it without xdist: {self.command_of(state)}")
         cell = state.cell
-        if cell is not None and state.rung != "loads" and (cell.model, cell.layout, cell.precision) in self._red_loads:
-            return Verdict(Status.BLOCKED, f"{cell.model} {cell.layout} {cell.precision} does not load; see rung 1")
-        return None
+        cause = self._blocked.get((cell.model, cell.layout, cell.precision)) if cell is not None else None
+        return Verdict(Status.BLOCKED, f"not run after {cause}") if cause else None
 
     def _conclude(self, state: ItemState) -> None:
         """The judge's verdict on an item whose test function returned. Raises Verdict."""

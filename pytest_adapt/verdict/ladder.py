@@ -103,10 +103,11 @@ def climb(cases: Iterable[CaseResult]) -> Ladder:
 def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
     """Red cases by cause, the lowest rung first, then the largest cluster."""
     found: dict[tuple[str, ...], Cluster] = {}
-    for case in cases:
-        if is_red(case):
-            key, cause = _cause(case)
-            found.setdefault(key, Cluster(key, cause)).cases.append(case)
+    red = [case for case in cases if is_red(case)]
+    # What a red item blocked is no cause of its own.
+    for case in [case for case in red if case.status != "blocked"] or red:
+        key, cause = _cause(case)
+        found.setdefault(key, Cluster(key, cause)).cases.append(case)
     return sorted(found.values(), key=lambda cluster: (_rung_index(cluster.first), -len(cluster.cases), cluster.key))
 
 

@@ -48,8 +48,8 @@ class Requirement:
 _SERVED = frozenset({"score", "topk", "text"})
 REQUIREMENTS: Mapping[str, Requirement] = {
     "endpoint": Requirement(frozenset(RUNGS), _SERVED),
-    "engine": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps", "load_audit"}),
-    "release": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps", "load_audit"}, serial=True, manifest=False),
+    "engine": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps"}),
+    "release": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps"}, serial=True, manifest=False),
 }
 
 

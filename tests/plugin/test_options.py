@@ -159,5 +159,5 @@ def test_help_lists_every_option_once(folder: Folder) -> None:
 def test_markers_are_described(folder: Folder) -> None:
     text = folder.run_subprocess("--markers").stdout.str()
     assert "@pytest.mark.requirement(number, ...): numbers of the requirements" in text
-    assert "@pytest.mark.adapt(rung=None, needs=(), features={}" in text
+    assert "@pytest.mark.adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False" in text
     assert "@pytest.mark.adapt_serial: measures time" in text

@@ -99,7 +99,7 @@ def test_a_red_load_blocks_the_rest_of_its_deployment(folder: Folder, write: Wri
     write(
         test_mine="""
         import pytest
-        @pytest.mark.adapt(rung="loads")
+        @pytest.mark.adapt(rung="loads", blocks=True)
         def test_loads(target): assert target.deployment.precision != "bf16", "it did not load"
         @pytest.mark.adapt(rung="correct")
         def test_correct(target): pass
@@ -109,6 +109,8 @@ def test_a_red_load_blocks_the_rest_of_its_deployment(folder: Folder, write: Wri
     assert sorted(folder.statuses().values()) == ["blocked", "fail", "pass", "pass"]
     assert result.parseoutcomes() == {"passed": 2, "failed": 2}
     assert "not trusted on any rung; rung 1 (loads) is red" in result.outlines
+    assert "not run after test_mine.py::test_loads[qwen3-moe-odd-single-bf16]" in result.stdout.str()
+    assert len(folder.report()["clusters"]) == 1
 
 
 def test_waivers(folder: Folder, write: Write) -> None:

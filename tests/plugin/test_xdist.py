@@ -18,7 +18,7 @@ MIXED = """
     from pytest_adapt.verdict.result import Status
     from pytest_adapt.verdict.status import Verdict
 
-    @pytest.mark.adapt(rung="loads")
+    @pytest.mark.adapt(rung="loads", blocks=True)
     def test_loads(target, precision): assert precision != "fp16"
 
     @pytest.mark.adapt(rung="correct")
