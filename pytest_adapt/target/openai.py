@@ -33,8 +33,13 @@ __all__ = ["OpenAITarget"]
 _LOGPROBS = (20, 5, 1)
 # Two answers to one question differ by rounding; a neighbouring row is another distribution altogether.
 _ALIKE = 0.5
-_REFUSALS = (400, 404, 413, 422)
-_EXTRAS: Mapping[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+# vLLM's fields for exact ids, and llama-cpp-python's name for a penalty that its server sets to 1.1 by default.
+_EXTRAS: Mapping[str, Any] = {
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "add_special_tokens": False,
+    "repeat_penalty": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class _Dialect:
     tokens: bool = True
     """Prompts as token ids."""
     extras: bool = True
-    """vLLM's additional fields are accepted."""
+    """Fields beyond OpenAI's are accepted (or ignored)."""
     k: int = 0
     """Log-probabilities per position that it gives; 0 none."""
     prompt: str = ""
@@ -241,7 +246,7 @@ class OpenAITarget:
         # The first output token's distribution is known from the answer without echo: where is it in this one?
         there = _distance(entries[len(prompt)], first) if len(entries) > len(prompt) else math.inf
         before = _distance(entries[len(prompt) - 1], first)
-        if min(there, before) > _ALIKE * max(there, before):
+        if math.isinf(min(there, before)) or min(there, before) > _ALIKE * max(there, before):
             return dialect
         return replace(dialect, prompt="echo" if there < before else "echo_after")
 
@@ -289,10 +294,8 @@ class OpenAITarget:
         except ValueError as error:
             return Response(request.id, len(request.prompt), finish="abort", error=str(error))
         seconds = time.perf_counter() - started
-        if answer.status in _REFUSALS:
-            return Response(request.id, len(request.prompt), finish="abort", error=f"{answer.status}: {answer.message}")
         if not answer.ok:
-            raise TargetError(f"{who}: answered {answer.status}: {answer.message}")
+            return Response(request.id, len(request.prompt), finish="abort", error=f"{answer.status}: {answer.message}")
         choice = read_choice(who, answer.body)
         return checked_response(who, self._response(who, request, asked, choice, seconds), request)
 
@@ -329,7 +332,7 @@ class OpenAITarget:
             return base
         rows = Rows(length + max(0, len(base.tokens) - 1), asked.k)
         self._fill(who, rows, asked, choice, entries, (*request.prompt, *tokens))
-        first = 0 if asked.prompt else length - 1
+        first = {"": length - 1, "echo_after": 1}.get(asked.prompt, 0)
         base.first_row = first
         if "topk" in request.want:
             base.topk = TopK(rows.topk.ids[first:], rows.topk.logprobs[first:])

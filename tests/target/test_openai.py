@@ -44,13 +44,13 @@ def sequence_of(server: Any, request: Request) -> list[int]:
     return tokens
 
 
-def check_rows(server: Any, response: Any, request: Request, first: int = 0) -> None:
+def check_rows(server: Any, response: Any, request: Request) -> None:
     """Every row of the answer is the fake model's distribution after that token."""
     sequence = sequence_of(server, request)
     assert response.tokens == tuple(sequence[len(request.prompt) :])
     assert response.first_row + len(response.topk.ids) == len(sequence) - 1
-    for row in range(first, len(sequence) - 1):
-        expected = server.distribution(sequence[row], request.topk)
+    for row, token in enumerate(sequence[response.first_row : -1]):
+        expected = server.distribution(token, request.topk)
         got = dict(zip(response.topk.ids[row].tolist(), response.topk.logprobs[row].tolist(), strict=True))
         assert {token: value for token, value in got.items() if token >= 0} == pytest.approx(expected), row
 
@@ -80,7 +80,8 @@ def test_echo_is_read_in_both_conventions(shifted: bool, server: Any, checkpoint
     assert not info.token_prompts
     assert ("score" in info.observables) is not shifted, "a shifted echo tells nothing about the next token"
     (response,) = target.run([REQUEST])
-    check_rows(server, response, REQUEST, first=1)
+    assert response.first_row == int(shifted), "a shifted echo lacks row 0"
+    check_rows(server, response, REQUEST)
     assert response.text == "".join(chr(0x4E00 + token) for token in response.tokens)
 
 
@@ -138,6 +139,22 @@ def test_a_refusal_is_an_answer_and_the_next_request_is_served(server: Any, chec
     refused, served = target.run([long, REQUEST])
     assert refused.error == "400: maximum context length is 128 tokens"
     assert served.error is None and len(served.tokens) == 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 500])
+def test_a_refusal_in_any_spelling_is_that_requests_error(status: int, server: Any, checkpoint: Path) -> None:
+    target = opened(server, checkpoint)
+    spellings: dict[str, bytes] = {
+        "CUDA error: out of memory": b"CUDA error: out of memory",
+        "too long": b'{"error": {"message": "too long"}}',
+        "no such field": b'{"detail": "no such field"}',
+        "no body": b"",
+    }
+    for message, raw in spellings.items():
+        server.complete = lambda body, raw=raw: (status, "text/plain", raw)
+        (response,) = target.run([REQUEST])
+        assert response.error == f"{status}: {message}"
+        assert response.tokens == () and response.topk is None
 
 
 def drip(handler: Any) -> None:
@@ -240,7 +257,6 @@ NONSENSE: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         "different lengths",
     ),
     ("logprobs are a list", changed(logprobs=[]), "logprobs is list"),
-    ("server error", lambda _: (500, "text/plain", b"CUDA error: out of memory"), "500: CUDA error: out of memory"),
     ("redirect", lambda _: (302, "text/plain", b""), r"redirects \(302\) to http://127.0.0.1:1/elsewhere"),
     ("key refused", lambda _: (401, "application/json", b"{}"), "wants a key .*is not set"),
 ]
