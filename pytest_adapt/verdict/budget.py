@@ -85,7 +85,8 @@ class Rows:
         cls, prompt: str, positions: np.ndarray, errors: np.ndarray, yard: np.ndarray, floor: np.ndarray
     ) -> Rows:
         """Reduce errors [rows, n] and the emulation's errors of the same values; ``floor`` is their ulp."""
-        errors, yard, floor = (np.asarray(a, np.float64).reshape(len(positions), -1) for a in (errors, yard, floor))
+        width = int(np.prod(errors.shape[1:]))
+        errors, yard, floor = (np.asarray(a, np.float64).reshape(len(positions), width) for a in (errors, yard, floor))
         return cls(
             prompt=prompt,
             positions=np.asarray(positions),

@@ -265,10 +265,10 @@ class Judge:
         """Everything measured so far; pooled comparisons are computed from the prompts seen until now."""
         pooled = [one for key, comparison in self._pooled.items() for one in _judge_pooled(key, comparison)]
         matches = [_judge_matches(key, found) for key, found in self._matches.items() if found.compared]
-        return [*self._done, *pooled, *matches, *self._nothing_certain()]
+        return [*pooled, *matches, *self._nothing_certain(), *self._done]
 
     def failures(self) -> list[Measurement]:
-        """Measurements over their budget, in the order in which they were made."""
+        """Measurements over their budget: pooled ones first, then the others in the order in which they were made."""
         return [measurement for measurement in self.measurements if not measurement.ok]
 
     @property

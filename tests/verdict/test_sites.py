@@ -1,0 +1,333 @@
+"""White box: a healthy target passes at every precision, and each planted error is charged to its own operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_adapt.oracle.rounding import round_bf16
+from pytest_adapt.verdict.judge import Judge
+
+MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
+PRECISIONS = ("fp32", "bf16", "fp16")
+TOKENS = 40
+
+
+def judged(bench: Any, response: Any, tokens: Any, precision: str, **how: Any) -> Judge:
+    judge = Judge(precision)
+    judge.against_sites("prompt", response, bench.oracle, tokens, **how)
+    return judge
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_target_passes(bench: Any, name: str, precision: str) -> None:
+    model = bench(name)
+    for seed, count in ((0, TOKENS), (1, 1), (2, 7)):
+        tokens = model.tokens(count, seed)
+        judge = judged(model, model.answer(tokens, precision), tokens, precision)
+        assert not judge.failures(), judge.message()
+        assert judge.divergence is None
+        assert {one.metric for one in judge.measurements} >= {"site.rms", "site.max"}
+        assert judge.observables == {"taps"}
+
+
+def scaled(name: str, factor: float, part: Any = ...) -> dict[str, Any]:
+    def change(values: dict[str, np.ndarray]) -> np.ndarray:
+        tensor = values[name].copy()
+        tensor[part] *= factor
+        return tensor
+
+    return {name: change}
+
+
+def swapped(one: str, two: str) -> dict[str, Any]:
+    return {one: lambda values: values[two], two: lambda values: values[one]}
+
+
+def copied(source: str) -> Any:
+    return lambda values: values[source]
+
+
+def expert(layer: int, number: int, part: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"
+
+
+DAMAGE = {
+    "one norm's weight": (scaled("model.layers.2.post_attention_layernorm.weight", 1.05), "layer.2.ffn.norm"),
+    "one projection": (scaled("model.layers.1.self_attn.o_proj.weight", 1.05), "layer.1.attn.out"),
+    "one head's norm": (scaled("model.layers.0.self_attn.k_norm.weight", 1.05), "layer.0.attn.k_norm"),
+    "one row of the head": (scaled("lm_head.weight", 1.3, 17), "logits"),
+    "router": (scaled("model.layers.3.mlp.gate.weight", 1.05), "layer.3.moe.router.logits"),
+    "one value channel": (scaled("model.layers.2.self_attn.v_proj.weight", 1.5, 3), "layer.2.attn.v"),
+}
+
+
+@pytest.mark.requirement(116)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_wrong_weight_is_charged_to_its_operation(bench: Any, damaged: Any, what: str, precision: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tensors, site = DAMAGE[what]
+    tokens = model.tokens(TOKENS)
+    wrong = model.answer(tokens, precision, damaged(model.directory, tensors))
+    judge = judged(model, wrong, tokens, precision)
+    assert judge.divergence is not None, "not seen"
+    assert judge.divergence.site == site
+    assert {one.site for one in judge.failures()} == {site}, "an error of one operation must not be charged to another"
+    assert site in judge.message()
+
+
+@pytest.mark.requirement(116)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_swapped_experts_are_named(bench: Any, damaged: Any, precision: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tensors = {
+        name: change
+        for part in ("gate", "up", "down")
+        for name, change in swapped(expert(3, 4, part), expert(3, 9, part)).items()
+    }
+    tokens = model.tokens(TOKENS)
+    judge = judged(model, model.answer(tokens, precision, damaged(model.directory, tensors)), tokens, precision)
+    assert judge.divergence is not None
+    assert judge.divergence.site == "layer.3.moe.experts.gate"
+    assert judge.divergence.layer == 3
+    assert judge.divergence.expert in (4, 9)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_weight_of_one_expert_is_named(bench: Any, damaged: Any, precision: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    wrong = damaged(model.directory, scaled(expert(2, 6, "down"), 1.05))
+    judge = judged(model, model.answer(tokens, precision, wrong), tokens, precision)
+    assert judge.divergence is not None
+    assert (judge.divergence.site, judge.divergence.expert) == ("layer.2.moe.experts.down", 6)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_wrong_rotary_base_shows_at_the_first_rotation(bench: Any, damaged: Any, precision: str) -> None:
+    model = bench("llama-odd")
+    base = {"rope_theta": 15000.0}
+    config = {"rope_scaling": None, "rope_parameters": {**base, "rope_type": "default"}, **base}
+    tokens = model.tokens(TOKENS)
+    judge = judged(model, model.answer(tokens, precision, damaged(model.directory, **config)), tokens, precision)
+    assert judge.divergence is not None
+    assert judge.divergence.site == "layer.0.attn.q_rope"
+    assert judge.divergence.position > 0, "position 0 is not rotated"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "site", ["embed", "layer.1.attn.context", "layer.2.attn.q_rope", "layer.3.moe.router.weights", "final.norm"]
+)
+@pytest.mark.parametrize("factor", [1.05, -1.0])
+def test_a_site_that_is_off_by_a_factor(bench: Any, site: str, factor: float, precision: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    right = model.run(tokens, precision).sites[site]
+    judge = judged(model, model.answer(tokens, precision, forced={site: right * factor}), tokens, precision)
+    assert judge.divergence is not None
+    assert judge.divergence.site == site
+    assert {one.site for one in judge.failures()} == {site}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_wrong_row_among_many(bench: Any, precision: str) -> None:
+    """One head of one position: the largest error finds what the mean forgives."""
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    value = model.run(tokens, precision).sites["layer.2.attn.context"].copy()
+    value[33, 4] *= 1.1
+    judge = judged(model, model.answer(tokens, precision, forced={"layer.2.attn.context": value}), tokens, precision)
+    assert judge.divergence is not None
+    assert (judge.divergence.site, judge.divergence.position) == ("layer.2.attn.context", 33)
+    assert "[4, " in judge.divergence.note
+
+
+@pytest.mark.parametrize("step", [3, 38])
+def test_not_a_number_is_named_where_it_arises(bench: Any, step: int) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    value = model.run(tokens, "bf16").sites["layer.1.attn.v"].copy()
+    value[step, 1, 5] = np.nan
+    response = model.answer(tokens, "bf16", forced={"layer.1.attn.v": value})
+    response.prompt_tokens = 30
+    judge = judged(model, response, tokens, "bf16")
+    assert judge.divergence is not None
+    assert (judge.divergence.site, judge.divergence.position) == ("layer.1.attn.v", step)
+    assert judge.divergence.step == ("decode" if step >= 30 else "prefill")
+    assert "not finite" in judge.message()
+
+
+def test_a_dropped_layer(bench: Any, damaged: Any) -> None:
+    """Layer 2 is skipped: its place is taken by layer 3, and the last layer is nowhere."""
+    model = bench("deepseek-v3-odd-pos")
+    tokens = model.tokens(TOKENS)
+    names = model.oracle.checkpoint.names()
+    moved = {name: copied(name.replace("s.2.", "s.3.")) for name in names if name.startswith("model.layers.2.")}
+    wrong = damaged(model.directory, moved, num_hidden_layers=4)
+    judge = judged(model, model.answer(tokens, "bf16", wrong), tokens, "bf16")
+    assert judge.divergence is not None
+    assert judge.divergence.site == "layer.2.attn.norm"
+    assert any(one.metric == "site.shown" and one.site.startswith("layer.4.") for one in judge.failures())
+
+
+def only(response: Any) -> Any:
+    shown = ("moe.router.ids", ".residual")
+    response.taps = {name: value for name, value in response.taps.items() if name.endswith(shown)}
+    return response
+
+
+def differing(judge: Judge) -> int:
+    """Choices that differ with a certificate."""
+    (found,) = (one for one in judge.measurements if one.metric == "site.choice")
+    return int(found.detail.split()[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos"])
+def test_a_near_tie_may_flip_and_a_clear_choice_may_not(bench: Any, name: str) -> None:
+    """Between two shown sites lie attention and a norm: their error is what a flip is measured against."""
+    model = bench(name)
+    tokens = model.tokens(TOKENS)
+    run = model.run(tokens, "bf16")
+    layer = max(run.ids)
+    router = model.oracle.spec.mixture.router
+    size = router.experts // router.groups
+    ids, selection, margins = run.ids[layer], run.selection[layer], run.margins[layer]
+    for kind, row in (("near", int(margins.argmin())), ("clear", int(margins.argmax()))):
+        flipped = ids.copy()
+        chosen = set(ids[row].tolist())
+        rest = [e for e in range(router.experts) if e not in chosen and e // size in {c // size for c in chosen}]
+        enters = max(rest, key=lambda e: selection[row, e])
+        leaves = min(chosen, key=lambda e: selection[row, e])
+        flipped[row] = sorted(chosen - {leaves} | {enters})
+        response = model.answer(tokens, "bf16", replay={**run.ids, layer: flipped})
+        response = only(response)
+        judge = judged(model, response, tokens, "bf16")
+        if kind == "near":
+            assert not judge.failures(), judge.message()
+            without = judged(model, only(model.answer(tokens, "bf16")), tokens, "bf16")
+            assert abs(differing(judge) - differing(without)) == 1
+        else:
+            assert judge.divergence is not None
+            assert judge.divergence.site == f"layer.{layer}.moe.router.ids"
+            assert (judge.divergence.expert, judge.divergence.position) == (enters, row)
+            assert {one.metric for one in judge.failures()} == {"site.choice"}
+
+
+def test_with_the_scores_shown_only_ties_may_flip(bench: Any) -> None:
+    """Two equal scores are one set; a difference of a few ulps in what top-k looked at is a wrong top-k."""
+    model = bench("mixtral-odd")
+    tokens = model.tokens(TOKENS)
+    run = model.run(tokens, "bf16")
+    site = "layer.1.moe.router.selection"
+    verdicts = []
+    for distance in (0.0, 1e-4):
+        scores = run.sites[site].copy()
+        order = np.argsort(-scores[9])
+        k = model.oracle.spec.mixture.router.chosen
+        scores[9, order[k]] = scores[9, order[k - 1]] - np.float32(distance)
+        ids = run.sites["layer.1.moe.router.ids"].copy()
+        ids[9] = np.sort(np.append(order[: k - 1], order[k]))
+        response = model.answer(tokens, "bf16", forced={site: scores}, replay={1: ids})
+        response.taps = {name: value for name, value in response.taps.items() if "router" in name and ".1." in name}
+        response.logits = None
+        del response.taps["layer.1.moe.router.weights"]
+        judge = judged(model, response, tokens, "bf16", expected=("layer.1.moe.router.ids",))
+        verdicts.append([one for one in judge.failures() if one.metric == "site.choice"])
+    assert not verdicts[0]
+    assert len(verdicts[1]) == 1 and verdicts[1][0].position == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("outside", "expert 13 of 13"),
+        ("negative", "expert -1"),
+        ("twice", "chosen twice"),
+        ("order", "ascending order"),
+    ],
+)
+def test_a_choice_that_no_scores_excuse(bench: Any, kind: str, reason: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    response = model.answer(tokens, "bf16")
+    ids = response.taps["layer.2.moe.router.ids"].copy()
+    if kind == "twice":
+        ids[20, 1] = ids[20, 0]
+    elif kind == "order":
+        ids[20] = ids[20, ::-1]
+    else:
+        ids[20, -1 if kind == "outside" else 0] = 13 if kind == "outside" else -1
+    response.taps["layer.2.moe.router.ids"] = ids
+    judge = judged(model, response, tokens, "bf16")
+    assert judge.divergence is not None
+    assert (judge.divergence.site, judge.divergence.position) == ("layer.2.moe.router.ids", 20)
+    assert reason in judge.message()
+
+
+def test_groups_that_the_rule_drops_are_illegal(bench: Any) -> None:
+    """Experts of more groups than the rule keeps: illegal whatever the scores."""
+    model = bench("deepseek-v3-odd-pos")
+    tokens = model.tokens(TOKENS)
+    run = model.run(tokens, "bf16")
+    layer = max(run.ids)
+    router = model.oracle.spec.mixture.router
+    ids = run.ids[layer].copy()
+    size = router.experts // router.groups
+    ids[5] = [0, size, 2 * size, 2 * size + 1]
+    judge = judged(model, model.answer(tokens, "bf16", replay={**run.ids, layer: ids}), tokens, "bf16")
+    assert judge.divergence is not None
+    assert (judge.divergence.site, judge.divergence.position) == (f"layer.{layer}.moe.router.ids", 5)
+
+
+def test_what_was_not_shown_is_not_passed_over(bench: Any) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(7)
+    nothing = model.answer(tokens, "fp32")
+    nothing.taps = {}
+    assert judged(model, nothing, tokens, "fp32").failures()[0].metric == "shown"
+    part = model.answer(tokens, "fp32")
+    part.taps = {name: value for name, value in part.taps.items() if name != "layer.2.attn.v"}
+    judge = judged(model, part, tokens, "fp32")
+    assert judge.divergence is not None and judge.divergence.site == "layer.2.attn.v"
+    assert [one.metric for one in judge.failures()] == ["site.shown"]
+    late = model.answer(tokens, "fp32")
+    late.first_row = 3
+    assert judged(model, late, tokens, "fp32").failures()[0].metric == "rows"
+    strange = model.answer(tokens, "fp32")
+    strange.taps["layer.1.attn.nonsense"] = np.zeros((7, 3), np.float32)
+    assert judged(model, strange, tokens, "fp32").failures()[0].metric == "shape"
+    narrow = model.answer(tokens, "fp32")
+    narrow.taps["layer.1.attn.q"] = narrow.taps["layer.1.attn.q"][:, :-1]
+    judge = judged(model, narrow, tokens, "fp32")
+    assert judge.divergence is not None and judge.divergence.site == "layer.1.attn.q"
+    refused = model.answer(tokens, "fp32")
+    refused.error = "too long"
+    assert "too long" in judged(model, refused, tokens, "fp32").message()
+    assert judged(model, model.answer(tokens, "fp32"), tokens, "fp32", expected=("layer.*",)).failures() == []
+
+
+def test_a_model_without_an_oracle_is_not_passed(bench: Any) -> None:
+    model = bench("llama-odd")
+    tokens = model.tokens(7)
+    judge = Judge("fp32")
+    judge.against_sites("prompt", model.answer(tokens, "fp32"), None, tokens)
+    assert judge.failures()[0].metric == "oracle"
+
+
+@pytest.mark.parametrize(("router", "seen"), [("fp32", True), ("eager", False)])
+def test_a_low_precision_router_needs_to_be_declared(bench: Any, router: str, seen: bool) -> None:
+    """Router logits held in bfloat16 are a fault that engines shipped; eager code of this family does it openly."""
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    site = "layer.2.moe.router.logits"
+    value = model.run(tokens, "bf16").sites[site]
+    low = round_bf16(np.asarray(value, np.float32))
+    judge = Judge("bf16", router=router)
+    judge.against_sites("prompt", model.answer(tokens, "bf16", forced={site: low}), model.oracle, tokens)
+    assert bool(judge.failures()) is seen
+    assert (judge.divergence is not None and judge.divergence.site == site) is seen
