@@ -22,6 +22,8 @@ _METHODS = {
     "kv.gather": ("adapt_engine.kv.cache", "PagedCache", "gather"),
     "pool.free": ("adapt_engine.kv.pool", "BlockPool", "free"),
 }
+_ORIGINAL = "adapt_original"
+_USERS = "adapt_users"
 
 
 class BuiltinSeams:
@@ -61,9 +63,14 @@ class BuiltinSeams:
         for seam, wrapper in self._methods:
             module, owner, method = _METHODS[seam]
             cls: Any = getattr(importlib.import_module(module), owner)
-            original = getattr(cls, method)
+            present = getattr(cls, method)
+            # Deployments opened side by side carry the same fault: it is put in once, and taken out with the last.
+            original = getattr(present, _ORIGINAL, present)
+            replaced: Any = wrapper(original)
+            setattr(replaced, _ORIGINAL, original)
+            setattr(replaced, _USERS, getattr(present, _USERS, 0) + 1)
             self._originals.append((cls, method, original))
-            setattr(cls, method, wrapper(original))
+            setattr(cls, method, replaced)
 
     def attach(self, engine: Engine) -> None:
         """Wrap the operations of an engine that has just opened."""
@@ -76,4 +83,8 @@ class BuiltinSeams:
         self._engine = None
         while self._originals:
             cls, method, original = self._originals.pop()
-            setattr(cls, method, original)
+            present: Any = getattr(cls, method)
+            users = getattr(present, _USERS, 1) - 1
+            setattr(present, _USERS, users)
+            if users <= 0:
+                setattr(cls, method, original)
