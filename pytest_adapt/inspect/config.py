@@ -318,7 +318,7 @@ def _feed_forward(reader: _Reader) -> tuple[FeedForward | None, FeedForward | No
     if not experts:
         return dense, None
     experts = reader.whole("num_experts", "num_local_experts", "n_routed_experts")
-    chosen = reader.whole("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+    chosen = reader.whole("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
     if chosen > experts:
         raise reader.wrong(f"field num_experts_per_tok is {chosen}, more than the {experts} experts")
     groups, kept = reader.whole("n_group", default=1), reader.whole("topk_group", default=1)
@@ -337,7 +337,9 @@ def _feed_forward(reader: _Reader) -> tuple[FeedForward | None, FeedForward | No
     if method not in (None, "noaux_tc", "greedy", "group_limited_greedy"):
         reader.gaps.append(f"expert selection {method!r}: no reference")
     kind = reader.raw.get("model_type")
-    width = reader.whole("moe_intermediate_size") if kind != "mixtral" else reader.whole("intermediate_size")
+    # Mixtral and its like have no dense layers, and so one width only.
+    one_width = kind == "mixtral" or (kind not in FAMILIES and reader.get("moe_intermediate_size") is None)
+    width = reader.whole("intermediate_size" if one_width else "moe_intermediate_size")
     shared = reader.whole("n_shared_experts", "num_shared_experts", default=0, least=0) * width
     shared = reader.whole("shared_expert_intermediate_size", default=shared, least=0)
     biased = method == "noaux_tc" or kind in ("deepseek_v3", "kimi_k2", "glm4_moe")
