@@ -23,7 +23,7 @@ import numpy as np
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 U32, I32, F32_VALUE, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 GGML_F32, GGML_BF16 = 0, 30
-NORMAL, UNKNOWN, CONTROL = 1, 2, 3
+NORMAL, UNUSED, USER_DEFINED = 1, 5, 4
 ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
@@ -95,7 +95,9 @@ def metadata(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Any]]:
         "vocab_size": config["vocab_size"],
     }
     if family == "mixtral":
-        numbers.update({"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]})
+        numbers.update(
+            {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+        )
     if family == "qwen3_moe":
         numbers.update({"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]})
         numbers["expert_feed_forward_length"] = config["moe_intermediate_size"]
@@ -111,11 +113,11 @@ def tokenizer(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Any]]:
     model, added = content["model"], content.get("added_tokens", [])
     size = checkpoint.config["vocab_size"]
     texts = [f"<|unused{i}|>" for i in range(size)]
-    kinds = [CONTROL] * size
+    kinds = [UNUSED] * size
     for text, number in model["vocab"].items():
         texts[number], kinds[number] = text, NORMAL
-    for item in added:
-        texts[item["id"]], kinds[item["id"]] = item["content"], CONTROL if item["special"] else NORMAL
+    for item in added:  # special ones too: llama.cpp shows control tokens as empty text, which no reader can tell apart
+        texts[item["id"]], kinds[item["id"]] = item["content"], USER_DEFINED
     merges = [item if isinstance(item, str) else " ".join(item) for item in model.get("merges") or []]
     unknown = next((i for i, text in enumerate(texts) if text == model.get("unk_token")), None)
     yield "tokenizer.ggml.model", STRING, "gpt2" if merges else "llama"
@@ -125,8 +127,6 @@ def tokenizer(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Any]]:
         yield "tokenizer.ggml.merges", ARRAY, (STRING, merges)
     else:
         yield "tokenizer.ggml.scores", ARRAY, (F32_VALUE, [0.0] * size)
-        if unknown is not None:
-            kinds[unknown] = UNKNOWN
     yield "tokenizer.ggml.token_type", ARRAY, (I32, kinds)
     for name in ("bos", "eos", "pad"):
         value = checkpoint.config.get(f"{name}_token_id")

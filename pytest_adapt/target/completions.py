@@ -21,6 +21,7 @@ from pytest_adapt.target.protocol import TargetError, TopK
 
 __all__ = ["Choice", "Entry", "Rows", "output_entries", "prompt_entries", "read_choice"]
 
+_LEAST = 1e-12
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 
 
@@ -32,6 +33,17 @@ class Entry:
     """-1 where the text belongs to no single id."""
     logprob: float
     best: Mapping[int, float] = field(default_factory=dict)
+    unnamed: tuple[float, ...] = ()
+    """Log-probabilities of candidates whose text belongs to no single id. Two of them may have had one text, and
+    then only the last is left: ids that are not in ``best`` may be as probable as everything else leaves room for."""
+
+    def certain(self) -> dict[int, float]:
+        """Candidates that no id outside of ``best`` can surpass."""
+        if not self.unnamed:
+            return dict(self.best)
+        room = 1.0 - sum(math.exp(value) for value in (*self.best.values(), *self.unnamed))
+        bound = max(math.log(max(room, _LEAST)), *self.unnamed)
+        return {token: value for token, value in self.best.items() if value >= bound}
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Rows:
             return
         if score:
             self.scores[row] = entry.logprob
-        best = sorted(entry.best.items(), key=lambda item: (-item[1], item[0]))[: self._ids.shape[1]]
+        best = sorted(entry.certain().items(), key=lambda item: (-item[1], item[0]))[: self._ids.shape[1]]
         for column, (token, logprob) in enumerate(best):
             self._ids[row, column], self._logprobs[row, column] = token, logprob
 
@@ -128,9 +140,9 @@ def output_entries(who: str, choice: Choice, strings: Mapping[str, int]) -> list
         top = tops[i] if tops else None
         if top is not None and not isinstance(top, Mapping):
             raise TargetError(f"{at}: top_logprobs is {type(top).__name__}, expected an object")
-        best = {_token(text, strings): _number(at, value) for text, value in (top or {}).items()}
-        best.pop(-1, None)
-        entries.append(Entry(_token(token, strings), math.nan if score is None else _number(at, score), best))
+        logprob = math.nan if score is None else _number(at, score)
+        named = [(_token(text, strings), _number(at, value)) for text, value in (top or {}).items()]
+        entries.append(_entry(_token(token, strings), logprob, named))
     return entries
 
 
@@ -152,9 +164,13 @@ def _chat_entry(at: str, item: object, strings: Mapping[str, int]) -> Entry:
     top = item.get("top_logprobs") or []
     if not isinstance(top, list) or not all(isinstance(one, Mapping) for one in top):
         raise TargetError(f"{at}: top_logprobs is no list of objects")
-    best = {_identity(one, strings): _number(at, one.get("logprob")) for one in top}
-    best.pop(-1, None)
-    return Entry(_identity(item, strings), _number(at, item.get("logprob")), best)
+    named = [(_identity(one, strings), _number(at, one.get("logprob"))) for one in top]
+    return _entry(_identity(item, strings), _number(at, item.get("logprob")), named)
+
+
+def _entry(token: int, logprob: float, named: Sequence[tuple[int, float]]) -> Entry:
+    best = {number: value for number, value in named if number >= 0}
+    return Entry(token, logprob, best, tuple(value for number, value in named if number < 0))
 
 
 def _identity(item: Mapping[str, Any], strings: Mapping[str, int]) -> int:

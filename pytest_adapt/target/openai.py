@@ -82,6 +82,11 @@ class _Served:
 
     def text_of(self, prompt: Sequence[int]) -> str:
         """Text that the checkpoint's tokenizer turns into exactly ``prompt``. Raises ValueError where none does."""
+        outside = [token for token in prompt if not 0 <= token < self.vocab]
+        if outside:
+            raise ValueError(
+                f"token id {outside[0]} is outside the vocabulary of {self.vocab}, and no text stands for it"
+            )
         text = self.reader().decode(prompt)
         if self.reader().encode(text) != list(prompt):
             raise ValueError("the server takes text only, and no text stands for exactly these token ids")
