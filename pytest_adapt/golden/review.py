@@ -55,7 +55,9 @@ def propose(
     folder: Path, record: Record, kind: str, case: str = "", reason: str = "", provenance: dict[str, Any] | None = None
 ) -> Pending:
     """Write a pending record, and beside it why; one pair for each record and case, replaced in one step."""
-    digest = hashlib.sha256(case.encode()).hexdigest()[:12]
+    # What the reference says does not depend on the case that asked; what a target answers does.
+    origin = case if kind == "observed" else "reference"
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:12]
     path = folder / f"{record.key.id}.{digest}{SUFFIX}"
     record.save(path)
     pending = Pending(path, record.key.id, kind, case, reason, provenance=provenance or {})

@@ -1,0 +1,335 @@
+"""A store says ok, missing, stale or damaged, and only the command line changes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_adapt.golden import review
+from pytest_adapt.golden.cli import main
+from pytest_adapt.golden.diff import compare, invisible
+from pytest_adapt.golden.lint import orphans, verify
+from pytest_adapt.golden.record import Record, RecordError
+from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, carriers
+from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
+from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
+
+WHY = {"reason": "test", "dirty": False, "witness": {"name": "somebody"}}
+
+
+@pytest.fixture
+def record(make: Any, tokens: Any) -> Record:
+    made: Record = make("p", tokens(16))
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path, record: Record) -> Store:
+    made = Store(tmp_path / "goldens")
+    assert made.write(record, WHY) == "new"
+    return Store(made.directory)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_lookup(store: Store, record: Record, make: Any, tokens: Any) -> None:
+    assert store.lookup(record.key).status == "ok"
+    found = store.lookup(replace(record.key, prompt="q"))
+    assert found.status == "missing" and "--adapt-goldens=new" in found.reason
+    for part, label in (("spec_hash", "specification"), ("weight_digest", "weights"), ("prompts_digest", "prompt")):
+        found = store.lookup(replace(record.key, **{part: "other"}))
+        assert found.status == "stale"
+        assert label in found.reason and "goldens make" in found.reason and "\n" not in found.reason
+
+
+@pytest.mark.parametrize("what", ["edited", "cut", "gone", "unlisted", "exchanged", "schema", "index", "twice"])
+def test_damage_is_named(store: Store, record: Record, make: Any, tokens: Any, what: str) -> None:
+    path, index = store.path(record.key.id), store.directory / INDEX
+    data = path.read_bytes()
+    raw = json.loads(index.read_text())
+    if what == "edited":
+        path.write_bytes(data[:-3] + b"\x07" + data[-2:])
+    elif what == "cut":
+        path.write_bytes(data[:-100])
+    elif what == "gone":
+        path.unlink()
+    elif what == "unlisted":
+        index.write_text('{"schema": 1, "records": []}')
+    elif what == "exchanged":
+        replace(make("p", tokens(16, seed=5)), key=record.key).save(path)
+    elif what == "schema":
+        raw["records"][0]["schema"] = 0
+        index.write_text(json.dumps(raw))
+    elif what == "index":
+        index.write_text("{")
+    else:
+        raw["records"] *= 2
+        index.write_text(json.dumps(raw))
+    fresh = Store(store.directory)
+    if what in ("index", "twice"):
+        with pytest.raises(StoreError, match="version control"):
+            fresh.lookup(record.key)
+        return
+    found = fresh.lookup(record.key)
+    assert found.status == ("stale" if what == "schema" else "damaged")
+    assert found.record is None and "\n" not in found.reason
+    findings = verify(Store(store.directory), {record.key.id: record.key})
+    assert [one.kind for one in findings][0] == found.status
+
+
+def test_the_same_numbers_leave_the_old_bytes(store: Store, record: Record) -> None:
+    before = snapshot(store.directory)
+    assert store.write(record, {**WHY, "made_at": "later"}) == "same"
+    nudged = replace(record, topk_logprobs=record.topk_logprobs + 1e-13, lse=record.lse - 1e-13)
+    assert store.write(nudged, WHY) == "same"
+    assert snapshot(store.directory) == before
+    assert store.write(replace(record, topk_logprobs=record.topk_logprobs + 1e-6), WHY) == "changed"
+    assert snapshot(store.directory) != before
+
+
+def test_the_index_is_sorted_and_has_one_line_a_record(store: Store, make: Any, tokens: Any) -> None:
+    for prompt in ("z", "a", "m"):
+        store.write(make(prompt, tokens(4)), WHY)
+    lines = (store.directory / INDEX).read_text().splitlines()
+    ids = [json.loads(line.rstrip(","))["id"] for line in lines[1:-1]]
+    assert ids == sorted(ids) and len(ids) == 4
+
+
+def test_the_shipped_store_is_not_written(store: Store, record: Record) -> None:
+    shipped = Store(store.directory, read_only=True)
+    for change in (lambda: shipped.write(record, WHY), lambda: shipped.remove(record.key.id)):
+        with pytest.raises(StoreError, match="read-only"):
+            change()
+
+
+def test_static_check(store: Store, record: Record, make: Any, tokens: Any) -> None:
+    expected = {record.key.id: record.key}
+    assert verify(store, expected) == []
+    store.write(make("extra", tokens(3)), WHY)
+    (store.directory / "loose.p.exact.safetensors").write_bytes(store.path(record.key.id).read_bytes())
+    kinds = {(one.kind, one.record_id) for one in verify(Store(store.directory), expected)}
+    assert ("orphan", "qwen3-moe-odd.extra.exact") in kinds
+    assert ("damaged", "loose.p.exact") in kinds
+    assert orphans(store, expected) == ["loose.p.exact", "qwen3-moe-odd.extra.exact"]
+    assert not any(one.kind == "orphan" for one in verify(store, expected, partial=True))
+    (finding,) = (
+        one
+        for one in verify(store, {"x.y.exact": replace(record.key, prompt="y", model="x")}, partial=True)
+        if one.kind == "missing"
+    )
+    assert finding.record_id == "x.y.exact"
+
+
+def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
+    store.remove(record.key.id)
+    store.write(record, {"reason": "alone"})
+    assert [one.kind for one in verify(store, {record.key.id: record.key})] == ["unwitnessed"]
+
+
+def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> None:
+    assert compare(record, record).same
+    logprobs = record.topk_logprobs.copy()
+    logprobs[3, 5] += 3.1e-3
+    found = compare(record, replace(record, topk_logprobs=logprobs))
+    (array,) = found.arrays
+    assert (array.name, array.worst, array.changed) == ("topk_logprobs", (3, 5), 1)
+    assert array.largest == pytest.approx(3.1e-3) and array.mean > 0
+    assert sum(array.buckets) == array.size and array.buckets[4] == 1
+    assert "[3, 5]" in str(array) and "ulp" in str(array)
+    ids = record.topk_ids.copy()
+    ids[2, 0] += 1
+    assert "topk_ids: 1 of" in compare(record, replace(record, topk_ids=ids)).structure[0]
+    holes = record.lse.copy()
+    holes[1] = np.nan
+    assert "NaN" in compare(record, replace(record, lse=holes)).structure[0]
+    assert compare(record, make("p", tokens(15))).structure
+    assert "precisions" in compare(record, make("p", tokens(16), ("fp32",))).structure[0]
+    assert not invisible(record, replace(record, topk_ids=ids))
+
+
+# What a run may do ------------------------------------------------------------------------------------------------
+
+
+def reference(live: Any, store: Store, prompts: Any, mode: str = "check", **how: Any) -> GoldenReference:
+    return GoldenReference(live, (store,), prompts, "spec", mode=mode, **how)
+
+
+@pytest.fixture
+def prompts(tokens: Any) -> dict[str, tuple[int, ...]]:
+    return {"p": tokens(16), "short": tokens(5), "q": tokens(9, seed=3)}
+
+
+def test_shorter_prompts_are_served_by_the_longest(prompts: Any, live: Any, store: Store) -> None:
+    assert carriers(prompts) == {"p": "p", "short": "p", "q": "q"}
+    golden = reference(live, store, prompts)
+    assert len(golden.record("short", prompts["short"]).tokens) == 5
+    assert len(golden.record("p", prompts["p"][:7]).tokens) == 7
+    longer = (*prompts["p"], 1, 2)
+    assert golden.record("p", longer).source == "oracle", "what the target wrote is judged by the live oracle"
+    assert len(golden.record("p", longer).tokens) == 18
+
+
+def test_check_reads_and_never_writes(prompts: Any, live: Any, store: Store, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    golden = reference(live, store, prompts)
+    assert golden.record("p", prompts["p"]).key.id == "qwen3-moe-odd.p.exact"
+    with pytest.raises(GoldenProblem, match="--adapt-goldens=new") as caught:
+        golden.record("q", prompts["q"])
+    assert caught.value.status == "fail"
+    with pytest.raises(GoldenProblem) as caught:
+        GoldenReference(live, (store,), prompts, "another spec").record("p", prompts["p"])
+    assert caught.value.status == "stale"
+    assert reference(live, store, prompts, required=False).record("q", prompts["q"]).source == "oracle"
+    assert snapshot(tmp_path) == before
+
+
+def test_off_is_unchecked_and_never_a_pass(prompts: Any, live: Any, store: Store) -> None:
+    with pytest.raises(GoldenProblem, match="off") as caught:
+        reference(live, store, prompts, "off").record("p", prompts["p"])
+    assert caught.value.status == "unchecked"
+
+
+@pytest.mark.parametrize("mode", ["new", "update"])
+def test_new_and_update_propose_outside_the_store(
+    prompts: Any, live: Any, store: Store, tmp_path: Path, mode: str
+) -> None:
+    before = snapshot(store.directory)
+    pending = tmp_path / "pending"
+    golden = reference(live, store, prompts, mode, propose=lambda record, kind: propose(pending, record, kind))
+    golden.record("p", prompts["p"])
+    assert golden.proposed == [], "what is as it was is not proposed"
+    golden.record("q", prompts["q"])
+    assert golden.proposed == ["qwen3-moe-odd.q.exact"]
+    assert [one.record_id for one in list_pending(pending)] == golden.proposed
+    assert snapshot(store.directory) == before
+    assert accept(store, list_pending(pending), WHY) == ["qwen3-moe-odd.q.exact: new"]
+    assert list_pending(pending) == []
+    assert reference(live, Store(store.directory), prompts).record("q", prompts["q"]).source == "oracle"
+
+
+def test_own_store_comes_first(prompts: Any, live: Any, store: Store, record: Record, tmp_path: Path) -> None:
+    own = Store(tmp_path / "own")
+    own.write(replace(record, source="target mine"), WHY)
+    golden = GoldenReference(live, (own, store), prompts, "spec")
+    assert golden.record("p", prompts["p"]).source == "target mine"
+    assert own.entries[record.key.id]["kind"] == "observed"
+
+
+# Review -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pending(tmp_path: Path, record: Record) -> Path:
+    folder = tmp_path / "pending"
+    propose(folder, replace(record, topk_logprobs=record.topk_logprobs + 1e-3), "update", "case-1", "because")
+    return folder
+
+
+def test_a_change_is_shown_and_taken_in_for_a_reason(store: Store, pending: Path, record: Record) -> None:
+    lines = review.table(store, list_pending(pending))
+    assert any("topk_logprobs" in line and "->" in line for line in lines)
+    assert any(line.startswith("- differences by size") for line in lines)
+    accept(store, list_pending(pending), {**WHY, "reason": "better"})
+    assert Store(store.directory).entries[record.key.id]["provenance"]["reason"] == "better"
+    assert Store(store.directory).lookup(record.key).status == "ok"
+
+
+def test_rejecting_leaves_everything_as_it_was(store: Store, pending: Path) -> None:
+    before = snapshot(store.directory)
+    review.reject(list_pending(pending))
+    assert list_pending(pending) == [] and snapshot(store.directory) == before
+
+
+def refused(store: Store, folder: Path, match: str, provenance: Any = WHY, **allowed: bool) -> None:
+    before = snapshot(store.directory)
+    with pytest.raises(ReviewError, match=match):
+        accept(store, list_pending(folder), provenance)
+    assert snapshot(store.directory) == before
+    accept(store, list_pending(folder), provenance, **allowed)
+    assert snapshot(store.directory) != before
+
+
+def test_a_dirty_tree_needs_a_word(store: Store, pending: Path) -> None:
+    refused(store, pending, "--allow-dirty", {**WHY, "dirty": True}, allow_dirty=True)
+
+
+def test_a_change_of_structure_needs_a_word(store: Store, tmp_path: Path, record: Record) -> None:
+    ids = record.topk_ids.copy()
+    ids[0, 0] += 1
+    propose(tmp_path / "pending", replace(record, topk_ids=ids), "update")
+    refused(store, tmp_path / "pending", "--allow-structure", allow_structure=True)
+
+
+def test_a_targets_answers_do_not_become_the_truth_by_habit(store: Store, tmp_path: Path, record: Record) -> None:
+    propose(tmp_path / "pending", replace(record, norm=record.norm * 2), "observed", "case", "they differ")
+    refused(store, tmp_path / "pending", "--allow-observed", allow_observed=True)
+
+
+def test_many_changes_at_once_need_a_word(store: Store, tmp_path: Path, make: Any, tokens: Any) -> None:
+    for prompt in ("a", "b", "c"):
+        record = make(prompt, tokens(4))
+        store.write(record, WHY)
+        propose(tmp_path / "pending", replace(record, norm=record.norm * 2), "update")
+    refused(store, tmp_path / "pending", "--allow-many", allow_many=True)
+
+
+def test_two_answers_for_one_record_are_not_both_taken(store: Store, tmp_path: Path, record: Record) -> None:
+    for case in ("one", "two"):
+        propose(tmp_path / "pending", replace(record, norm=record.norm * 2), "observed", case)
+    assert len(list_pending(tmp_path / "pending")) == 2
+    with pytest.raises(ReviewError, match="two cases"):
+        accept(store, list_pending(tmp_path / "pending"), WHY, allow_observed=True)
+
+
+def test_a_note_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(RecordError, match=r"x\.json"):
+        list_pending(tmp_path)
+
+
+# The command line -------------------------------------------------------------------------------------------------
+
+
+def test_commands(
+    store: Store, pending: Path, record: Record, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store.directory.parent)
+    base = ["--store", str(store.directory), "--pending", str(pending)]
+    assert main([*base, "list"]) == 0
+    assert "1 records" in capsys.readouterr().out
+    assert main([*base, "review"]) == 2
+    assert "goldens accept" in capsys.readouterr().err
+    before = snapshot(store.directory)
+    assert main([*base, "accept", "--reason", "x"]) == 1
+    assert "name the records" in capsys.readouterr().err
+    assert main([*base, "accept", "nobody.*", "--reason", "x"]) == 1
+    assert "nothing pending" in capsys.readouterr().err
+    assert snapshot(store.directory) == before
+    assert main([*base, "accept", record.key.id, "--reason", "x", "--allow-dirty"]) == 0
+    assert f"{record.key.id}: changed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*base, "accept", "--all"])  # no reason
+    propose(pending, record, "update")
+    assert main([*base, "reject", "--all"]) == 0
+    assert list_pending(pending) == []
+
+
+def test_the_shipped_records_are_whole_and_witnessed() -> None:
+    """Digests, index and witnesses of the records in this checkout; what they say is the suites' matter."""
+    store = shipped_store()
+    assert store.entries, f"no records in {store.directory}"
+    assert store.files().keys() == store.entries.keys()
+    for record_id, entry in store.entries.items():
+        loaded = Record.load(store.path(record_id))
+        assert loaded.digest() == entry["digest"]
+        assert loaded.key.id == record_id
+        assert entry["provenance"]["witness"]["use_of_budget"] <= 1.0
+        assert entry["provenance"]["environment"]["numpy"]
+    assert sum(path.stat().st_size for path in store.files().values()) < 15e6
