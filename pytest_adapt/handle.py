@@ -54,7 +54,7 @@ class ModelHandle:
         try:
             return materialise(self.name, self._root)
         except ModelError as error:
-            raise Verdict(Status.UNKNOWN, str(error)) from None
+            raise Verdict(Status.UNKNOWN, str(error), optional=not self._model.explicit) from None
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -54,12 +54,17 @@ REQUIREMENTS: Mapping[str, Requirement] = {
 
 
 class Verdict(Exception):
-    """Ends an item with a status other than pass. Any exception with an ``adapt_status`` does the same."""
+    """Ends an item with a status other than pass. Any exception with an ``adapt_status`` does the same.
 
-    def __init__(self, status: Status, reason: str) -> None:
+    ``optional`` says that the cause lies outside the target (a model whose weights are not installed): the item
+    counts only for a release.
+    """
+
+    def __init__(self, status: Status, reason: str, *, optional: bool = False) -> None:
         super().__init__(reason)
         self.adapt_status = status
         self.reason = reason
+        self.optional = optional
 
 
 def outcome(status: Status, required: bool) -> str:

@@ -149,6 +149,7 @@ class Folder:
         pytester.makepyfile(targets=TARGETS)
         for name in [name for name in os.environ if name.startswith("ADAPT_") or name in ("CI", "PYTEST_ADDOPTS")]:
             monkeypatch.delenv(name)
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "engine")]))
         # Checkpoints are the same for every test: written once in the checkout's own cache.

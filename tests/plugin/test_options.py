@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -161,3 +162,22 @@ def test_markers_are_described(folder: Folder) -> None:
     assert "@pytest.mark.requirement(number, ...): numbers of the requirements" in text
     assert "@pytest.mark.adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False" in text
     assert "@pytest.mark.adapt_serial: measures time" in text
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text()
+    for option in OPTIONS:
+        row = f"| `{option.flag}` |" if option.command_line else f"| ini `{option.ini}` |"
+        assert row in page, option
+        line = next(line for line in page.splitlines() if line.startswith(row))
+        for choice in option.choices:
+            assert f"`{choice}`" in line, (option.name, choice)
+    assert page.count("\n| `--adapt-") == sum(option.command_line for option in OPTIONS)
+
+
+def test_every_argument_of_the_mark_is_documented() -> None:
+    from pytest_adapt.matrix import Mark
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "writing-tests.md").read_text()
+    for name in Mark.__dataclass_fields__:
+        assert f"`{name}`" in page, name

@@ -172,3 +172,28 @@ def test_a_broken_fixture_is_an_error(folder: Folder, write: Write) -> None:
     result = folder.run("Echo", FP32, "test_mine.py")
     assert result.parseoutcomes() == {"passed": 1, "errors": 2}
     assert set(folder.statuses().values()) == {"error"}
+
+
+def test_a_model_that_is_not_installed_counts_only_when_it_was_named(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        import pytest_adapt.models
+
+        @pytest.fixture(autouse=True)
+        def absent(monkeypatch):
+            def refuse(name, root): raise pytest_adapt.models.ModelError(f"{name}: pip install weights")
+            monkeypatch.setattr(pytest_adapt.models, "materialise", refuse)
+
+        def test_it(absent, target): pass
+        def test_plain(): pass
+        """
+    )
+    assert folder.run("Echo", FP32, "test_mine.py").parseoutcomes() == {"passed": 1, "skipped": 1}
+    assert folder.report()["cases"][0]["reason"] == "qwen3-moe-odd: pip install weights"
+    named = ("--adapt-models=qwen3-moe-odd", "test_mine.py")
+    assert folder.run("Echo", FP32, *named).parseoutcomes() == {"passed": 1, "failed": 1}
+    assert folder.run("Echo", FP32, "--adapt-require=release", "test_mine.py").parseoutcomes() == {
+        "passed": 1,
+        "failed": 1,
+    }
