@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from adapt_engine import Engine, EngineOptions, SequenceResult
+from adapt_engine.families import spec_from_config
 from adapt_engine.kernels import KernelRegistry, reference
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .conftest import FAMILIES, MOE_FAMILIES
 
@@ -80,6 +84,35 @@ def test_old_spelling_of_the_configuration_gives_the_same_model(
     with Engine.open(directory) as old, Engine.open(checkpoints(family)) as new:
         assert old.spec == new.spec
         assert torch.equal(answer(old, prompt, want_logits=True).logits, answer(new, prompt, want_logits=True).logits)
+
+
+@pytest.mark.requirement(56)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 40.0},
+        {"rope_type": "yarn", "factor": 16.0, "truncate": False, "beta_fast": 24.0, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.5, "mscale_all_dim": 0.8},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
+    ],
+    ids=str,
+)
+def test_rotary_frequencies_equal_those_of_transformers(scaling: dict[str, Any]) -> None:
+    """Published shape: width 64, base 5e5, 4096 positions stretched."""
+    config = transformers.LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=4096 * 40,
+        rope_parameters={"rope_theta": 5e5, "original_max_position_embeddings": 4096, **scaling},
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+    spec = spec_from_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).layers[0].attention.rope
+    own = reference.rope_frequencies(spec)
+    # Theirs is float32: its rounded exponent moves theta ** x by ln(theta) / 2 units, a few operations add four.
+    bound = (math.log(5e5) / 2 + 4) * torch.finfo(torch.float32).eps
+    assert float(((theirs.double() - own) / own).abs().max()) <= bound
+    assert spec.attention_factor == pytest.approx(factor, rel=1e-15)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -66,6 +66,11 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it(top_p: float, size: int
     assert drawn == set([1, 3, 0, 2][:size])
 
 
+def test_top_p_that_is_reached_exactly_takes_no_further_token() -> None:
+    """Four equal probabilities are exact in binary: half of the mass is two tokens, the lowest ids."""
+    assert {draw(torch.zeros(4), position=position, top_p=0.5) for position in range(200)} == {0, 1}
+
+
 def test_filters_combine_as_top_k_then_top_p() -> None:
     """Of the three kept by top_k, renormalised to 4/7, 2/7, 1/7, top_p = 0.8 keeps two."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()

@@ -210,10 +210,12 @@ def test_prefix_depends_on_everything_before_a_page() -> None:
     table = [pool.allocate() for _ in range(2)]
     prefix.insert((1, 2, 3, 4), table)
     assert prefix.lookup((1, 2, 3, 4, 5)) == table
-    assert prefix.lookup((9, 9, 3, 4)) == []
+    other = [pool.allocate() for _ in range(2)]
+    prefix.insert((9, 9, 5, 6), other)
+    assert prefix.lookup((9, 9, 3, 4)) == other[:1]
     assert prefix.lookup((12, 3, 4)) == []
     assert prefix.lookup((1, 23, 3, 4)) == []
-    pool.check_integrity([table, table])
+    pool.check_integrity([table, table, other, other[:1]])
 
 
 @pytest.mark.requirement(69)
