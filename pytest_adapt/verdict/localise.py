@@ -175,9 +175,9 @@ class _SiteView:
 def _widening(name: str, rounds: str) -> float:
     """By how much a yardstick grows for roundings that the eager emulation does not make.
 
-    A fused target's operation has an input that is off by one rounding more. Attention passes through scores and weights
-    that nobody shows, and engines form them in other ways than eager code (scaled before or after the product, in base
-    2, merged over chunks of keys): one rounding more there too. Independent errors add in square.
+    A fused target's operation has an input that is off by one rounding more. Attention passes through scores and
+    weights that nobody shows, and engines form them in other ways than eager code (scaled before or after the
+    product, in base 2, merged over chunks of keys): one rounding more there too. Independent errors add in square.
     """
     extra = (rounds == "fused") + (layer_of(name)[1] == "attn.context")
     return math.sqrt(1.0 + extra)
