@@ -19,7 +19,7 @@ import numpy as np
 
 from pytest_adapt.target.protocol import TargetError, TopK
 
-__all__ = ["Choice", "Entry", "Rows", "output_entries", "prompt_entries", "read_choice"]
+__all__ = ["Choice", "Entry", "Rows", "echoed_entries", "output_entries", "prompt_entries", "read_choice"]
 
 _LEAST = 1e-12
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
@@ -54,6 +54,7 @@ class Choice:
     finish: str
     prompt_tokens: int
     body: Mapping[str, Any]
+    completion_tokens: int | None = None
     cached_tokens: int | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
@@ -99,7 +100,9 @@ def read_choice(who: str, body: Mapping[str, Any]) -> Choice:
         raise TargetError(f"{who}: choices[0].text is {type(choice.get('text')).__name__}, expected text")
     details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
     cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    made = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     return Choice(
+        completion_tokens=made if isinstance(made, int) else None,
         text=choice["text"],
         finish=str(choice.get("finish_reason") or "length"),
         prompt_tokens=counted,
@@ -119,6 +122,23 @@ def prompt_entries(who: str, choice: Choice, expected: int) -> list[Entry | None
         shown = len(given) if isinstance(given, list) else type(given).__name__
         raise TargetError(f"{who}: prompt_logprobs has {shown} entries for {expected} prompt tokens")
     return [None if item is None else _by_id(f"{who}: prompt_logprobs[{i}]", item) for i, item in enumerate(given)]
+
+
+def echoed_entries(
+    who: str, choice: Choice, entries: list[Entry | None], prompt: Sequence[int], left_out: int
+) -> list[Entry | None]:
+    """Entries of an echo by token position; None for tokens with id ``left_out``, which the echo lacks.
+
+    Raises TargetError where the count does not fit.
+    """
+    made = choice.completion_tokens if choice.completion_tokens is not None else len(entries) - len(prompt)
+    skipped = sum(token == left_out for token in prompt)
+    # The last output token was never fed: a server that shows what follows each token has no entry for it.
+    if made < 0 or len(prompt) + made - len(entries) - skipped not in (0, 1):
+        counts = f"{len(entries)} entries for {len(prompt)} prompt tokens and {made} new ones"
+        raise TargetError(f"{who}: the echo has {counts}")
+    given = iter(entries)
+    return [None if token == left_out else next(given) for token in prompt] + list(given)
 
 
 def output_entries(who: str, choice: Choice, strings: Mapping[str, int]) -> list[Entry | None] | None:

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.target.checked import checked_response
-from pytest_adapt.target.completions import Choice, Entry, Rows, output_entries, prompt_entries, read_choice
+from pytest_adapt.target.completions import (
+    Choice,
+    Entry,
+    Rows,
+    echoed_entries,
+    output_entries,
+    prompt_entries,
+    read_choice,
+)
 from pytest_adapt.target.http import Answer, JsonClient, api_key
 from pytest_adapt.target.probe import probe_prompt
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, TopK, UnsupportedDeployment
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["OpenAITarget"]
 
 _LOGPROBS = (20, 5, 1)
+# Candidates by text may hide one another; the longer the list, the less room is left for a hidden one.
+_TEXT_LOGPROBS = 200
 # Two answers to one question differ by rounding; a neighbouring row is another distribution altogether.
 _ALIKE = 0.5
 # vLLM's fields for exact ids, and llama-cpp-python's name for a penalty that its server sets to 1.1 by default.
@@ -71,6 +81,7 @@ class _Served:
 
     directory: Path
     vocab: int = 0
+    begin: int = -1
     tokenizer: Tokenizer | None = None
     strings: dict[str, int] = field(default_factory=dict)
 
@@ -112,7 +123,7 @@ class OpenAITarget:
     def open(self, deployment: Deployment) -> Info:
         self.close()
         self._check(deployment)
-        self._served = _Served(Path(deployment.model), vocab=_vocab_size(Path(deployment.model)))
+        self._served = _Served(Path(deployment.model), *_sizes(Path(deployment.model)))
         listed = self._models()
         entry = self._choose_model(listed, deployment)
         self._model = str(entry.get("id", self._served.directory.name))
@@ -206,7 +217,7 @@ class OpenAITarget:
         sent = 0
         for tokens, extras in ((True, True), (True, False), (False, True), (False, False)):
             prompt = probe_prompt(self._served.vocab, None if tokens else self._served.reader())
-            for k in (*_LOGPROBS, 0):
+            for k in (*_LOGPROBS, 0) if tokens else (_TEXT_LOGPROBS, *_LOGPROBS, 0):
                 dialect = _Dialect(tokens, extras, k)
                 try:
                     answer = self._complete(dialect, prompt, 1)
@@ -307,9 +318,11 @@ class OpenAITarget:
     def _asked(self, request: Request) -> _Dialect:
         """The server's dialect without what this request does not want."""
         dialect = self._dialect
-        k = min(dialect.k, request.topk) if request.want & {"topk", "score"} else 0
-        if k and "topk" not in request.want:
-            k = 1
+        k = 0
+        if "topk" in request.want:
+            k = min(dialect.k, request.topk) if dialect.tokens else dialect.k
+        elif "score" in request.want:
+            k = min(dialect.k, 1)
         if not k and dialect.k and not dialect.extras:
             k = 1  # the only way to see generated token ids
         rows = bool(request.want & {"topk", "score"})
@@ -328,14 +341,19 @@ class OpenAITarget:
                 return replace(base, error="the server tokenised the prompt into other ids than were sent")
             return base  # rows would be misaligned: the count says it all
         entries = self._output(choice, asked)
-        output = entries[length:] if entries is not None and asked.prompt.startswith("echo") else entries
-        tokens = self._generated(choice, output)
+        output = entries
+        if entries is not None and asked.prompt.startswith("echo"):
+            # llama-cpp-python, whose echo shows what follows each token, leaves out every begin token.
+            left_out = self._served.begin if asked.prompt == "echo_after" else -1
+            entries = echoed_entries(who, choice, entries, request.prompt, left_out)
+            output = entries[length:]
+        tokens = self._generated(choice, output, base.text)
         if request.max_new_tokens:
             base.tokens = tokens[: request.max_new_tokens]
             base.finish = "stop" if choice.finish == "stop" or (tokens and tokens[-1] in request.stop) else "length"
         if not asked.k or entries is None:
             return base
-        rows = Rows(length + max(0, len(base.tokens) - 1), asked.k)
+        rows = Rows(length + max(0, len(base.tokens) - 1), min(asked.k, request.topk))
         self._fill(who, rows, asked, choice, entries, (*request.prompt, *tokens))
         first = {"": length - 1, "echo_after": 1}.get(asked.prompt, 0)
         base.first_row = first
@@ -357,8 +375,10 @@ class OpenAITarget:
     ) -> None:
         length = choice.prompt_tokens
         if asked.prompt == "echo_after":
-            for row, entry in enumerate(entries):
-                rows.put(row, entry if row else None, score=False)
+            # With a begin token in front, llama-cpp-python drops it and thereby puts every row where it belongs.
+            late = int(sequence[0] == self._served.begin)
+            for position, entry in enumerate(entries):
+                rows.put(position - late, entry, score=False)
             return
         offset = 0
         if asked.prompt == "prompt_logprobs":
@@ -381,13 +401,14 @@ class OpenAITarget:
             self._served.need_strings()
         return output_entries(self._who, choice, self._served.strings)
 
-    def _generated(self, choice: Choice, entries: list[Entry | None] | None) -> tuple[int, ...]:
+    def _generated(self, choice: Choice, entries: list[Entry | None] | None, text: str) -> tuple[int, ...]:
         if choice.token_ids is not None:
             return choice.token_ids
-        if entries is not None:
+        made = choice.completion_tokens
+        if entries is not None and (made is None or made == len(entries)):
             return tuple(entry.token if entry is not None else -1 for entry in entries)
         try:
-            return tuple(self._served.reader().encode(choice.text))
+            return tuple(self._served.reader().encode(text))
         except (TargetError, ValueError):
             return ()  # the text alone is shown
 
@@ -406,15 +427,16 @@ def _distance(one: Entry | None, other: Entry | None) -> float:
     return sum(abs(one.best.get(token, floor) - other.best.get(token, floor)) for token in tokens) / len(tokens)
 
 
-def _vocab_size(directory: Path) -> int:
+def _sizes(directory: Path) -> tuple[int, int]:
+    """Size of the vocabulary, and the id of the begin token (-1 where there is none)."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path} cannot be read: {error}; a model is a checkpoint directory") from error
-    size = (
-        config.get("vocab_size", config.get("text_config", {}).get("vocab_size")) if isinstance(config, dict) else None
-    )
+    config = config if isinstance(config, dict) else {}
+    inner = {**config, **config.get("text_config", {})}
+    size, begin = inner.get("vocab_size"), inner.get("bos_token_id")
     if not isinstance(size, int) or size < 1:
         raise TargetError(f"{path} has no vocab_size")
-    return size
+    return size, begin if isinstance(begin, int) else -1

@@ -14,6 +14,7 @@ import pytest
 from pytest_adapt.models.tokenizer import character_tokenizer
 
 VOCAB = 64
+BEGIN = 61
 Answer = tuple[int, str, bytes] | dict[str, Any]
 
 
@@ -82,11 +83,17 @@ def next_token(token: int) -> int:
 
 def distribution(token: int, k: int) -> dict[int, float]:
     """The k best candidates after ``token``, best first."""
-    return {(next_token(token) + i) % (VOCAB - 4): -0.7 - i for i in range(k)}
+    return {(next_token(token) + i) % (VOCAB - 4): -0.7 - i for i in range(min(k, VOCAB - 4))}
+
+
+def text_of(token: int) -> str:
+    return "<|bos|>" if token == BEGIN else chr(0x4E00 + token)
 
 
 def ids_of(prompt: list[int] | str) -> list[int]:
-    return [ord(character) - 0x4E00 for character in prompt] if isinstance(prompt, str) else list(prompt)
+    if not isinstance(prompt, str):
+        return list(prompt)
+    return [ord(character) - 0x4E00 for character in prompt.replace("<|bos|>", chr(0x4E00 + BEGIN))]
 
 
 def generated(prompt: list[int], count: int) -> list[int]:
@@ -125,25 +132,30 @@ def good_completion(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_completion(body: dict[str, Any], *, shifted: bool) -> Answer:
-    """What a text-only server answers; ``shifted`` puts each echoed row one entry early, as llama-cpp-python does."""
+    """What a text-only server answers. ``shifted`` is llama-cpp-python's echo: entry i is what follows token i, the
+    last token has none, begin tokens are left out, and a leading one shifts everything back."""
     if not isinstance(body["prompt"], str):
         return 422, "application/json", json.dumps({"detail": "prompt must be a string"}).encode()
-    prompt, k = ids_of(body["prompt"]), body.get("logprobs") or 0
+    prompt, k, echo = ids_of(body["prompt"]), body.get("logprobs") or 0, bool(body.get("echo"))
     tokens = generated(prompt, body["max_tokens"])
-    sequence = prompt + tokens if body.get("echo") else tokens
-    before = [-1, *(prompt + tokens)][:-1] if body.get("echo") else (prompt + tokens)[len(prompt) - 1 : -1]
-    sources = sequence if shifted and body.get("echo") else before
-    rows = [{token: -9.0, **distribution(source, k)} for token, source in zip(sequence, sources, strict=True)]
-    tops: list[Any] = [{chr(0x4E00 + token): value for token, value in row.items()} for row in rows]
-    scores: list[Any] = [row[token] for row, token in zip(rows, sequence, strict=True)]
-    if body.get("echo"):
+    fed = prompt + tokens
+    shown = list(range(len(fed))) if echo else list(range(len(prompt), len(fed)))  # positions with an entry
+    source = {position: position - 1 for position in shown}  # the token whose successor the entry describes
+    if echo and shifted:
+        late = int(prompt[0] == BEGIN)
+        source = {position: position - late for position in shown if fed[position] != BEGIN}
+        source = {position: before for position, before in source.items() if before < len(fed) - 1}
+    rows = [{fed[p]: -9.0, **(distribution(fed[q], k) if q >= 0 else {})} for p, q in source.items()]
+    tops: list[Any] = [{text_of(token): value for token, value in row.items()} for row in rows]
+    scores: list[Any] = [row[fed[position]] for row, position in zip(rows, source, strict=True)]
+    if echo:
         tops[0] = scores[0] = None
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-    choice["text"] = "".join(chr(0x4E00 + token) for token in sequence)
+    choice["text"] = "".join(text_of(token) for token in (fed if echo else tokens))
     if k:
-        texts = [chr(0x4E00 + token) for token in sequence]
+        texts = [text_of(fed[position]) for position in source]
         choice["logprobs"] = {"tokens": texts, "token_logprobs": scores, "top_logprobs": tops}
-    return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+    return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}}
 
 
 @pytest.fixture
@@ -158,6 +170,8 @@ def checkpoint(tmp_path: Path) -> Path:
     """config.json and tokenizer.json are all that a client of a server reads."""
     directory = tmp_path / "a model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "model_type": "llama"}))
+    (directory / "config.json").write_text(
+        json.dumps({"vocab_size": VOCAB, "model_type": "llama", "bos_token_id": BEGIN})
+    )
     (directory / "tokenizer.json").write_text(json.dumps(character_tokenizer(VOCAB)))
     return directory
