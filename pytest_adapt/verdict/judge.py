@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,24 @@ from pytest_adapt.sites import order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
+from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
 from pytest_adapt.verdict.localise import compare_sites
+from pytest_adapt.verdict.pooling import (
+    Matches,
+    cosine_gap,
+    describe,
+    judge_matches,
+    judge_pooled,
+    margin_below,
+    quadratic_rows,
+    rows_of,
+)
 from pytest_adapt.verdict.result import Divergence, Measurement
 from pytest_adapt.verdict.views import Problem, View, difference, follow, reference_view, view
 
 __all__ = ["Judge"]
 
 _SHOWN_LINES = 12
-
-
-@dataclass
-class _Matches:
-    """Counts of discrete agreement over the prompts of an item."""
-
-    compared: int = 0
-    equal: int = 0
-    ties: int = 0
-    uncertain: int = 0
-    """Not compared: a routing flip is possible before that position."""
-    wrong: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 class Judge:
@@ -53,7 +51,7 @@ class Judge:
         self.observables: set[str] = set()
         self._done: list[Measurement] = []
         self._pooled: dict[tuple[str, str], Comparison] = {}
-        self._matches: dict[tuple[str, str], _Matches] = {}
+        self._matches: dict[tuple[str, str], Matches] = {}
         self._certified = [0, 0]
 
     # What a test calls -------------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ class Judge:
             (at[len(tokens) - 1 + i], token) for i, token in enumerate(response.tokens) if len(tokens) - 1 + i in at
         ]
         rows = np.array([row for row, _ in chosen], np.int64)
-        matches = self._matches.setdefault(("token_match", "text"), _Matches())
+        matches = self._matches.setdefault(("token_match", "text"), Matches())
         picked = np.array([token for _, token in chosen], np.int64)
         self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
         self._count(emulation.certified[rows])
@@ -222,22 +220,22 @@ class Judge:
         """Bit equality of everything that both show: arrays, tokens, text, stop reason."""
         if self._refused(what, first) or self._refused(what, second):
             return
-        one, two = _contents(first), _contents(second)
+        one, two = contents(first), contents(second)
         if not (one.keys() | two.keys()) - {"finish"}:
             self._broken(what, Problem("shown", "the two answers show nothing"))
             return
-        for name in sorted(one.keys() | two.keys(), key=lambda key: (key.startswith("taps."), _dataflow(key))):
-            self.observables.add(_observable(name))
+        for name in sorted(one.keys() | two.keys(), key=lambda key: (key.startswith("taps."), dataflow_key(key))):
+            self.observables.add(observable_of(name))
             if name not in one or name not in two:
                 reason = f"{name} is shown by only one of the two answers"
-                self._add("identical", 1.0, 0.0, False, _observable(name), what, detail=reason)
+                self._add("identical", 1.0, 0.0, False, observable_of(name), what, detail=reason)
                 return
-            problem = _first_difference(one[name], two[name], first.first_row, second.first_row)
+            problem = first_difference(one[name], two[name], first.first_row, second.first_row)
             if problem is not None:
                 position, reason = problem
-                self._add("identical", 1.0, 0.0, False, _observable(name), what, position, 1, f"{name}: {reason}")
+                self._add("identical", 1.0, 0.0, False, observable_of(name), what, position, 1, f"{name}: {reason}")
                 return
-        compared = sum(_size(value) for value in one.values())
+        compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
 
     def promise(
@@ -263,8 +261,8 @@ class Judge:
     @property
     def measurements(self) -> list[Measurement]:
         """Everything measured so far; pooled comparisons are computed from the prompts seen until now."""
-        pooled = [one for key, comparison in self._pooled.items() for one in _judge_pooled(key, comparison)]
-        matches = [_judge_matches(key, found) for key, found in self._matches.items() if found.compared]
+        pooled = [one for key, comparison in self._pooled.items() for one in judge_pooled(key, comparison)]
+        matches = [judge_matches(key, found) for key, found in self._matches.items() if found.compared]
         return [*pooled, *matches, *self._nothing_certain(), *self._done]
 
     def failures(self) -> list[Measurement]:
@@ -299,7 +297,7 @@ class Judge:
         self._pool(
             "logprob",
             shown.observable,
-            _rows(
+            rows_of(
                 prompt,
                 record.positions[part],
                 error[certified],
@@ -311,11 +309,11 @@ class Judge:
         )
         listed = np.nan_to_num(error[certified][:, :-1])
         divergence = np.sum(np.exp(record.topk_logprobs[part]) * divergence_terms(listed), axis=1)
-        self._pool("kl", shown.observable, _quadratic(prompt, record, part, divergence, emulation.kl[part]))
+        self._pool("kl", shown.observable, quadratic_rows(prompt, record, part, divergence, emulation.kl[part]))
         if shown.projections is not None and reference.projections is not None:
-            gap = _cosine_gap(shown, reference)[certified]
-            self._pool("cosine", shown.observable, _quadratic(prompt, record, part, gap, emulation.gap[part]))
-        matches = self._matches.setdefault(("token_match", shown.observable), _Matches())
+            gap = cosine_gap(shown, reference)[certified]
+            self._pool("cosine", shown.observable, quadratic_rows(prompt, record, part, gap, emulation.gap[part]))
+        matches = self._matches.setdefault(("token_match", shown.observable), Matches())
         bound = row_error(emulation.largest)[rows]
         self._match(matches, prompt, record, rows, shown.best, certified, bound)
 
@@ -330,7 +328,7 @@ class Judge:
         yard = emulation.follow[part]
         floor = self._floor(record, part, record.next_logprob[part][:, None])
         values = record.next_logprob[part][:, None]
-        self._pool("logprob", "score", _rows(prompt, record.positions[part], error, yard, yard, floor, values))
+        self._pool("logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
 
     def _agree_numeric(
         self, what: str, name: str, first: Response, second: Response, record: Record, rows: np.ndarray
@@ -350,8 +348,8 @@ class Judge:
             values, yard, largest = record.topk_logprobs[keep], emulation.rms[keep], emulation.largest[keep]
         comparison = Comparison(widen=math.sqrt(2.0))
         floor = self._floor(record, keep, values)
-        comparison.add(_rows(what, record.positions[keep], error, yard, largest, floor, values))
-        self._done += _judge_pooled(("agree", name), comparison)
+        comparison.add(rows_of(what, record.positions[keep], error, yard, largest, floor, values))
+        self._done += judge_pooled(("agree", name), comparison)
 
     def _agree_tokens(self, what: str, first: Response, second: Response, record: Record) -> None:
         emulation = record.emulation(self.precision)
@@ -370,14 +368,14 @@ class Judge:
         tied = False
         if len(row):
             bound = row_error(emulation.largest)[row[0]] * math.sqrt(2.0)
-            margins = [_margin(record, int(row[0]), token) for token in pairs[different]]
+            margins = [margin_below(record, int(row[0]), token) for token in pairs[different]]
             tied = bool(near_tie(max(margins), bound))
             detail += f", {max(margins):.3g} nats below the best, error {bound:.3g}"
         self._add("agree.tokens", 0.0 if tied else 1.0, 0.0, tied, "text", what, position, different + 1, detail)
 
     def _match(
         self,
-        matches: _Matches,
+        matches: Matches,
         prompt: str,
         record: Record,
         rows: np.ndarray,
@@ -395,7 +393,7 @@ class Judge:
             if token == best:
                 matches.equal += 1
                 continue
-            margin = _margin(record, int(row), int(token))
+            margin = margin_below(record, int(row), int(token))
             if near_tie(margin, error):
                 matches.ties += 1
                 continue
@@ -455,132 +453,6 @@ class Judge:
         )
 
 
-def describe(measurement: Measurement) -> str:
-    """One line: metric, value, budget, use, where, why."""
-    m = measurement
-    where = [part for part in (m.prompt, m.site, f"position {m.position}" if m.position is not None else "") if part]
-    shown = f" [{m.observable}]" if m.observable else ""
-    use = f" ({m.use:.0%} of budget)" if m.budget and math.isfinite(m.use) else ""
-    line = f"{m.metric}{shown}: {m.value:.4g}, budget {m.budget:.4g}{use}"
-    if where:
-        line += f" at {', '.join(where)}"
-    return f"{line}: {m.detail}" if m.detail else line
-
-
-def _rows(
-    prompt: str,
-    positions: np.ndarray,
-    error: np.ndarray,
-    yard_rms: np.ndarray,
-    yard_largest: np.ndarray,
-    floor: np.ndarray,
-    logprobs: np.ndarray,
-) -> Rows:
-    """Rows from errors [R, n] with nan where nothing was compared; answers are float32 whatever the precision."""
-    known = ~np.isnan(error)
-    count = known.sum(axis=1)
-    keep = count > 0
-    square = np.where(known, error, 0.0) ** 2
-    rounding = ulp(logprobs, "fp32") ** 2 / 12.0  # uniform over one ulp
-    rows = Rows(
-        prompt=prompt,
-        positions=np.asarray(positions),
-        count=count,
-        square=square.sum(axis=1) / np.maximum(count, 1),
-        largest=np.where(known, np.abs(error), 0.0).max(axis=1, initial=0.0),
-        yard_square=np.asarray(yard_rms, np.float64) ** 2,
-        yard_largest=np.asarray(yard_largest, np.float64),
-        floor=floor.max(axis=1, initial=0.0),
-        floor_square=rounding.mean(axis=1) if rounding.size else np.zeros(len(rounding)),
-    )
-    return rows.take(keep)
-
-
-def _quadratic(prompt: str, record: Record, rows: np.ndarray, found: np.ndarray, yard: np.ndarray) -> Rows:
-    """Rows of a quantity that is quadratic in the error; its floor is that of rounding an answer to float32."""
-    rounding = np.mean(ulp(record.topk_logprobs[rows], "fp32") ** 2, axis=1) / 12.0 if len(rows) else np.zeros(0)
-    nothing = np.zeros(len(rows))
-    count = np.ones(len(rows), np.int64)
-    return Rows(prompt, record.positions[rows], count, found, nothing, yard, nothing, nothing, rounding)
-
-
-def _cosine_gap(shown: View, reference: View) -> np.ndarray:
-    """1 - cosine [R] of centred logits, from projections of their difference and their norms.
-
-    |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cos), with |a - b|^2 estimated by the mean square projection.
-    """
-    assert shown.projections is not None and shown.norm is not None
-    assert reference.projections is not None and reference.norm is not None
-    distance = np.mean((shown.projections - reference.projections) ** 2, axis=1)
-    product = np.maximum(shown.norm * reference.norm, np.finfo(np.float64).tiny)
-    return np.asarray((distance - (shown.norm - reference.norm) ** 2) / (2.0 * product))
-
-
-def _judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measurement]:
-    metric, observable = key
-    if not comparison.rows:
-        return []
-    if metric in ("kl", "cosine"):
-        value, budget = comparison.mean()
-        prompt, position = comparison.worst_row()
-        detail = "mean of 1 - cosine of centred logits" if metric == "cosine" else "mean over rows, nats"
-        return [
-            Measurement(
-                metric, value, budget, value <= budget, observable, prompt, position, "", comparison.positions, detail
-            )
-        ]
-    rms, rms_budget = comparison.rms()
-    largest, largest_budget, prompt, position = comparison.largest()
-    interval = comparison.interval()
-    detail = f"rms over {comparison.positions} rows, nats"
-    if interval is not None:
-        detail += f"; {interval[0]:.2f} to {interval[1]:.2f} times the emulation's"
-    worst_prompt, worst_position = comparison.worst_row()
-    base = Measurement(f"{metric}.rms", rms, rms_budget, rms <= rms_budget, observable, compared=comparison.compared)
-    return [
-        replace(base, prompt=worst_prompt, position=worst_position, detail=detail),
-        replace(
-            base,
-            metric=f"{metric}.max",
-            value=largest,
-            budget=largest_budget,
-            ok=largest <= largest_budget,
-            prompt=prompt,
-            position=_first_over(comparison, prompt, position),
-            detail="largest error, nats",
-        ),
-    ]
-
-
-def _first_over(comparison: Comparison, prompt: str, position: int) -> int:
-    """First position of the prompt whose largest error is over its budget; the given one when none is."""
-    for rows, budget in zip(comparison.rows, comparison.row_budgets(), strict=True):
-        over = np.flatnonzero(rows.largest > budget)
-        if rows.prompt == prompt and len(over):
-            return int(rows.positions[over[0]])
-    return position
-
-
-def _judge_matches(key: tuple[str, str], found: _Matches) -> Measurement:
-    metric, observable = key
-    detail = f"{found.equal} of {found.compared} equal, {found.ties} near-ties, {found.uncertain} not certified"
-    prompt, position = "", None
-    if found.wrong:
-        prompt, position, reason = found.wrong[0]
-        detail = f"{reason}; {detail}"
-    wrong = len(found.wrong)
-    return Measurement(
-        metric, wrong / found.compared, 0.0, not wrong, observable, prompt, position, "", found.compared, detail
-    )
-
-
-def _margin(record: Record, row: int, token: int) -> float:
-    """How far ``token`` is below the best one, in nats; a lower bound where the record does not list it."""
-    place = np.flatnonzero(record.topk_ids[row] == token)
-    logprobs = record.topk_logprobs[row]
-    return float(logprobs[0] - logprobs[place[0] if len(place) else -1])
-
-
 def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str) -> Record:
     from pytest_adapt.golden.record import RecordKey, make_record, tokens_digest
 
@@ -614,59 +486,3 @@ def _known_site(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _contents(response: Response) -> dict[str, Any]:
-    """Everything that a response shows, by name."""
-    shown: dict[str, Any] = {"finish": response.finish}
-    if response.tokens:
-        shown["tokens"] = response.tokens
-    if response.text is not None:
-        shown["text"] = response.text
-    for name, array in (("logits", response.logits), ("score", response.scores)):
-        if array is not None:
-            shown[name] = np.asarray(array)
-    if response.topk is not None:
-        shown["topk.ids"], shown["topk.logprobs"] = np.asarray(response.topk.ids), np.asarray(response.topk.logprobs)
-    return shown | {f"taps.{name}": np.asarray(value) for name, value in response.taps.items()}
-
-
-def _first_difference(one: Any, two: Any, first_row: int, second_row: int) -> tuple[int | None, str] | None:
-    if not isinstance(one, np.ndarray):
-        if one == two:
-            return None
-        if isinstance(one, tuple):
-            place = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-            return (
-                None,
-                f"generated token {place} differs ({list(one[place : place + 1])} and {list(two[place : place + 1])})",
-            )
-        return None, f"{one!r:.60} and {two!r:.60}"
-    if one.dtype != two.dtype or one.shape != two.shape or first_row != second_row:
-        return (
-            None,
-            f"{one.dtype} {one.shape} from token {first_row} and {two.dtype} {two.shape} from token {second_row}",
-        )
-    if one.tobytes() == two.tobytes():
-        return None
-    width = one[0].nbytes if one.ndim > 1 else one.itemsize
-    bits = [np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).reshape(-1, width) for a in (one, two)]
-    different = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
-    row = int(different[0])
-    return (
-        first_row + row,
-        f"{len(different)} of {len(one)} rows differ in their bits, the first at token {first_row + row}",
-    )
-
-
-def _observable(name: str) -> str:
-    head = name.split(".")[0]
-    return {"tokens": "text", "finish": "text"}.get(head, head)
-
-
-def _dataflow(name: str) -> tuple[int, int]:
-    return order_key(name.removeprefix("taps.")) if name.startswith("taps.") else (0, 0)
-
-
-def _size(value: Any) -> int:
-    return int(value.size) if isinstance(value, np.ndarray) else 1

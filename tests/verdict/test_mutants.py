@@ -14,7 +14,7 @@ import pytest
 from pytest_adapt.golden import record as record_module
 from pytest_adapt.golden import sketch
 from pytest_adapt.target.protocol import TopK
-from pytest_adapt.verdict import budget, discrete, judge, localise, views
+from pytest_adapt.verdict import budget, discrete, judge, localise, pooling, views
 from pytest_adapt.verdict.judge import Judge
 
 TOKENS = 40
@@ -312,9 +312,9 @@ MUTANTS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "argmin for argmax": (views, "logits.argmax(axis=1)", "logits.argmin(axis=1)"),
     "mismatches are ties": (judge, "if near_tie(margin, error):", "if True:"),
-    "pooled verdict ignored": (judge, "rms <= rms_budget", "True"),
-    "largest verdict ignored": (judge, "ok=largest <= largest_budget", "ok=True"),
-    "divergence verdict ignored": (judge, "value, budget, value <= budget, obs", "value, budget, True, obs"),
+    "pooled verdict ignored": (pooling, "rms <= rms_budget", "True"),
+    "largest verdict ignored": (pooling, "ok=largest <= largest_budget", "ok=True"),
+    "divergence verdict ignored": (pooling, "value, budget, value <= budget, obs", "value, budget, True, obs"),
     "only certified by chance": (
         judge,
         "part = rows[certified]\n        floor",

@@ -1,0 +1,68 @@
+"""Bit equality of two responses, and the first place where it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.sites import order_key
+from pytest_adapt.target.protocol import Response
+
+__all__ = ["contents", "dataflow_key", "first_difference", "observable_of", "size_of"]
+
+
+def contents(response: Response) -> dict[str, Any]:
+    """Everything that a response shows, by name."""
+    shown: dict[str, Any] = {"finish": response.finish}
+    if response.tokens:
+        shown["tokens"] = response.tokens
+    if response.text is not None:
+        shown["text"] = response.text
+    for name, array in (("logits", response.logits), ("score", response.scores)):
+        if array is not None:
+            shown[name] = np.asarray(array)
+    if response.topk is not None:
+        shown["topk.ids"], shown["topk.logprobs"] = np.asarray(response.topk.ids), np.asarray(response.topk.logprobs)
+    return shown | {f"taps.{name}": np.asarray(value) for name, value in response.taps.items()}
+
+
+def first_difference(one: Any, two: Any, first_row: int, second_row: int) -> tuple[int | None, str] | None:
+    if not isinstance(one, np.ndarray):
+        if one == two:
+            return None
+        if isinstance(one, tuple):
+            place = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            return (
+                None,
+                f"generated token {place} differs ({list(one[place : place + 1])} and {list(two[place : place + 1])})",
+            )
+        return None, f"{one!r:.60} and {two!r:.60}"
+    if one.dtype != two.dtype or one.shape != two.shape or first_row != second_row:
+        return (
+            None,
+            f"{one.dtype} {one.shape} from token {first_row} and {two.dtype} {two.shape} from token {second_row}",
+        )
+    if one.tobytes() == two.tobytes():
+        return None
+    width = one[0].nbytes if one.ndim > 1 else one.itemsize
+    bits = [np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8).reshape(-1, width) for a in (one, two)]
+    different = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
+    row = int(different[0])
+    return (
+        first_row + row,
+        f"{len(different)} of {len(one)} rows differ in their bits, the first at token {first_row + row}",
+    )
+
+
+def observable_of(name: str) -> str:
+    head = name.split(".")[0]
+    return {"tokens": "text", "finish": "text"}.get(head, head)
+
+
+def dataflow_key(name: str) -> tuple[int, int]:
+    return order_key(name.removeprefix("taps.")) if name.startswith("taps.") else (0, 0)
+
+
+def size_of(value: Any) -> int:
+    return int(value.size) if isinstance(value, np.ndarray) else 1

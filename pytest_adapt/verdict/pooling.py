@@ -1,0 +1,162 @@
+"""From errors of rows to measurements: pooled statistics against their budgets, and counts of discrete agreement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pytest_adapt.golden.record import Record
+from pytest_adapt.verdict.budget import Comparison, Rows, ulp
+from pytest_adapt.verdict.result import Measurement
+from pytest_adapt.verdict.views import View
+
+__all__ = [
+    "Matches",
+    "cosine_gap",
+    "describe",
+    "judge_matches",
+    "judge_pooled",
+    "margin_below",
+    "quadratic_rows",
+    "rows_of",
+]
+
+
+@dataclass
+class Matches:
+    """Counts of discrete agreement over the prompts of an item."""
+
+    compared: int = 0
+    equal: int = 0
+    ties: int = 0
+    uncertain: int = 0
+    """Not compared: a routing flip is possible before that position."""
+    wrong: list[tuple[str, int, str]] = field(default_factory=list)
+
+
+def describe(measurement: Measurement) -> str:
+    """One line: metric, value, budget, use, where, why."""
+    m = measurement
+    where = [part for part in (m.prompt, m.site, f"position {m.position}" if m.position is not None else "") if part]
+    shown = f" [{m.observable}]" if m.observable else ""
+    use = f" ({m.use:.0%} of budget)" if m.budget and math.isfinite(m.use) else ""
+    line = f"{m.metric}{shown}: {m.value:.4g}, budget {m.budget:.4g}{use}"
+    if where:
+        line += f" at {', '.join(where)}"
+    return f"{line}: {m.detail}" if m.detail else line
+
+
+def rows_of(
+    prompt: str,
+    positions: np.ndarray,
+    error: np.ndarray,
+    yard_rms: np.ndarray,
+    yard_largest: np.ndarray,
+    floor: np.ndarray,
+    logprobs: np.ndarray,
+) -> Rows:
+    """Rows from errors [R, n] with nan where nothing was compared; answers are float32 whatever the precision."""
+    known = ~np.isnan(error)
+    count = known.sum(axis=1)
+    keep = count > 0
+    square = np.where(known, error, 0.0) ** 2
+    rounding = ulp(logprobs, "fp32") ** 2 / 12.0  # uniform over one ulp
+    rows = Rows(
+        prompt=prompt,
+        positions=np.asarray(positions),
+        count=count,
+        square=square.sum(axis=1) / np.maximum(count, 1),
+        largest=np.where(known, np.abs(error), 0.0).max(axis=1, initial=0.0),
+        yard_square=np.asarray(yard_rms, np.float64) ** 2,
+        yard_largest=np.asarray(yard_largest, np.float64),
+        floor=floor.max(axis=1, initial=0.0),
+        floor_square=rounding.mean(axis=1) if rounding.size else np.zeros(len(rounding)),
+    )
+    return rows.take(keep)
+
+
+def quadratic_rows(prompt: str, record: Record, rows: np.ndarray, found: np.ndarray, yard: np.ndarray) -> Rows:
+    """Rows of a quantity that is quadratic in the error; its floor is that of rounding an answer to float32."""
+    rounding = np.mean(ulp(record.topk_logprobs[rows], "fp32") ** 2, axis=1) / 12.0 if len(rows) else np.zeros(0)
+    nothing = np.zeros(len(rows))
+    count = np.ones(len(rows), np.int64)
+    return Rows(prompt, record.positions[rows], count, found, nothing, yard, nothing, nothing, rounding)
+
+
+def cosine_gap(shown: View, reference: View) -> np.ndarray:
+    """1 - cosine [R] of centred logits, from projections of their difference and their norms.
+
+    |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| (1 - cos), with |a - b|^2 estimated by the mean square projection.
+    """
+    assert shown.projections is not None and shown.norm is not None
+    assert reference.projections is not None and reference.norm is not None
+    distance = np.mean((shown.projections - reference.projections) ** 2, axis=1)
+    product = np.maximum(shown.norm * reference.norm, np.finfo(np.float64).tiny)
+    return np.asarray((distance - (shown.norm - reference.norm) ** 2) / (2.0 * product))
+
+
+def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measurement]:
+    metric, observable = key
+    if not comparison.rows:
+        return []
+    if metric in ("kl", "cosine"):
+        value, budget = comparison.mean()
+        prompt, position = comparison.worst_row()
+        detail = "mean of 1 - cosine of centred logits" if metric == "cosine" else "mean over rows, nats"
+        return [
+            Measurement(
+                metric, value, budget, value <= budget, observable, prompt, position, "", comparison.positions, detail
+            )
+        ]
+    rms, rms_budget = comparison.rms()
+    largest, largest_budget, prompt, position = comparison.largest()
+    interval = comparison.interval()
+    detail = f"rms over {comparison.positions} rows, nats"
+    if interval is not None:
+        detail += f"; {interval[0]:.2f} to {interval[1]:.2f} times the emulation's"
+    worst_prompt, worst_position = comparison.worst_row()
+    base = Measurement(f"{metric}.rms", rms, rms_budget, rms <= rms_budget, observable, compared=comparison.compared)
+    return [
+        replace(base, prompt=worst_prompt, position=worst_position, detail=detail),
+        replace(
+            base,
+            metric=f"{metric}.max",
+            value=largest,
+            budget=largest_budget,
+            ok=largest <= largest_budget,
+            prompt=prompt,
+            position=_first_over(comparison, prompt, position),
+            detail="largest error, nats",
+        ),
+    ]
+
+
+def _first_over(comparison: Comparison, prompt: str, position: int) -> int:
+    """First position of the prompt whose largest error is over its budget; the given one when none is."""
+    for rows, budget in zip(comparison.rows, comparison.row_budgets(), strict=True):
+        over = np.flatnonzero(rows.largest > budget)
+        if rows.prompt == prompt and len(over):
+            return int(rows.positions[over[0]])
+    return position
+
+
+def judge_matches(key: tuple[str, str], found: Matches) -> Measurement:
+    metric, observable = key
+    detail = f"{found.equal} of {found.compared} equal, {found.ties} near-ties, {found.uncertain} not certified"
+    prompt, position = "", None
+    if found.wrong:
+        prompt, position, reason = found.wrong[0]
+        detail = f"{reason}; {detail}"
+    wrong = len(found.wrong)
+    return Measurement(
+        metric, wrong / found.compared, 0.0, not wrong, observable, prompt, position, "", found.compared, detail
+    )
+
+
+def margin_below(record: Record, row: int, token: int) -> float:
+    """How far ``token`` is below the best one, in nats; a lower bound where the record does not list it."""
+    place = np.flatnonzero(record.topk_ids[row] == token)
+    logprobs = record.topk_logprobs[row]
+    return float(logprobs[0] - logprobs[place[0] if len(place) else -1])
