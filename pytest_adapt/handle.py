@@ -29,6 +29,8 @@ class ModelHandle:
         self.context: int | None = None
         """The context length of the present item, where it has one, and the next smaller one of the run."""
         self.floor = 0
+        self.most = 0
+        """Largest number of prompts that a test gets; 0 for all."""
 
     @property
     def name(self) -> str:
@@ -70,11 +72,16 @@ class ModelHandle:
         """Named prompts of at most ``limit`` tokens (all where it is None), the shortest first.
 
         With the item's own context length as the limit, prompts that fit a smaller context of this run are left
-        out: they are judged in that context's row, once.
+        out: they are judged in that context's row, once. Where nothing is left, one prompt is cut to the limit.
+        A profile may cap their number.
         """
+        everything = sorted(self.all_prompts.items(), key=lambda item: (len(item[1]), item[0]))
         least = self.floor if limit is not None and limit == self.context else 0
-        fitting = {name: ids for name, ids in self._all_prompts.items() if least < len(ids) <= (limit or len(ids))}
-        return dict(sorted(fitting.items(), key=lambda item: (len(item[1]), item[0])))
+        fitting = {name: ids for name, ids in everything if least < len(ids) <= (limit or len(ids))}
+        if fitting or not everything:
+            return dict(list(fitting.items())[: self.most or None])
+        name, ids = next((one for one in everything if len(one[1]) > least), everything[-1])
+        return {name: ids[:limit]}
 
     def tensor_names(self) -> list[str]:
         """Every tensor that the index names (or, without an index, that the files hold), sorted."""
@@ -109,7 +116,8 @@ class ModelHandle:
         return f"<model {self.name}>"
 
     @cached_property
-    def _all_prompts(self) -> Mapping[str, tuple[int, ...]]:
+    def all_prompts(self) -> Mapping[str, tuple[int, ...]]:
+        """Every named prompt of the model."""
         from pytest_adapt.models import ModelEntry
         from pytest_adapt.models.prompts import prompts_of
 

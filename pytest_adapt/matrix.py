@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from pytest_adapt.models import ModelEntry
     from pytest_adapt.target.registry import TargetSpec
 
-__all__ = ["AXES", "PROFILES", "Cell", "Mark", "Matrix", "Model", "Profile", "github_jobs", "make_matrix", "read_mark"]
+__all__ = [
+    "AXES",
+    "PROFILES",
+    "Cell",
+    "Mark",
+    "Matrix",
+    "Model",
+    "Profile",
+    "Take",
+    "github_jobs",
+    "make_matrix",
+    "read_mark",
+]
 
 AXES: tuple[str, ...] = ("model", "layout", "precision", "context_length")
 PRECISIONS: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -31,24 +43,60 @@ LEAST_CONTEXT = 512
 
 
 @dataclass(frozen=True)
+class Take:
+    """What a profile takes of one shape class."""
+
+    precisions: tuple[str, ...]
+    contexts: tuple[int, ...]
+    """Of a model's contexts, the largest up to each of these bounds."""
+    names: tuple[str, ...] = ()
+    """Models; () for all of the class. --adapt-models takes others too."""
+    prompts: int = 0
+    """At most so many prompts of a model, the shortest first; 0 for all."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """How much of what a model and a target offer is run."""
 
-    models: Mapping[str, tuple[str, ...]]
-    """Shape class -> names; () for all of that class. A target is given the first class that it can serve of odd and
-    aligned, and every other class listed here that it can serve."""
-    precisions: tuple[str, ...]
-    contexts: tuple[int, ...]
-    """Of a model's contexts, those up to each of these bounds are represented by the largest."""
-    extra_class: bool = False
-    """Whether a target that serves odd models is given the aligned ones too."""
+    classes: Mapping[str, Take]
+    """By shape class, in the order in which they are judged."""
+    other: Take
+    """For directories, and for classes that the profile does not list."""
+    both: bool = False
+    """Whether a target that can serve odd models is given the aligned ones too."""
 
 
+_COMMON = ("fp32", "bf16")
+_ALL_CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 PROFILES: Mapping[str, Profile] = {
-    "smoke": Profile({"odd": ("qwen3-moe-odd",), "aligned": ("qwen3-moe-aligned",)}, ("fp32", "bf16"), (64,)),
-    "day0": Profile({"odd": (), "aligned": (), "real": ()}, ("fp32", "bf16"), (512,)),
+    "smoke": Profile(
+        {
+            "odd": Take(_COMMON, (64,), ("qwen3-moe-odd",)),
+            "aligned": Take(_COMMON, (64,), ("qwen3-moe-aligned",)),
+        },
+        other=Take(_COMMON, (64,)),
+    ),
+    "day0": Profile(
+        {
+            "odd": Take(
+                _COMMON,
+                (512,),
+                ("deepseek-v3-odd-neg", "deepseek-v3-odd-pos", "llama-odd", "mixtral-odd", "qwen3-moe-odd"),
+            ),
+            "aligned": Take(_COMMON, (512,)),
+            "real": Take(("fp32",), (64,), ("smollm2", "smollm2-moe-topk"), prompts=2),
+        },
+        other=Take(_COMMON, (512,)),
+    ),
     "full": Profile(
-        {"odd": (), "aligned": (), "real": ()}, PRECISIONS, (16, 64, 128, 256, 512, 1024, 2048, 4096), extra_class=True
+        {
+            "odd": Take(PRECISIONS, _ALL_CONTEXTS),
+            "aligned": Take(PRECISIONS, _ALL_CONTEXTS),
+            "real": Take(PRECISIONS, _ALL_CONTEXTS),
+        },
+        other=Take(PRECISIONS, _ALL_CONTEXTS),
+        both=True,
     ),
 }
 
@@ -126,6 +174,8 @@ class Matrix:
 
     settings: Settings
     models: Mapping[str, Model]
+    prompts: Mapping[str, int]
+    """Model -> most prompts that a test gets; 0 for all."""
     rows: tuple[tuple[str, str, str, int], ...]
     """(model, layout, precision, context)."""
     _cache: dict[Any, tuple[list[Any], list[str]]] = field(default_factory=dict, hash=False, compare=False, repr=False)
@@ -165,13 +215,16 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
             "a running server serves one model: name it with --adapt-models=DIR (its checkpoint) or NAME (one exported)"
         )
     rows: list[tuple[str, str, str, int]] = []
+    prompts: dict[str, int] = {}
     for model in models:
-        contexts = settings.contexts or _contexts(model, profile)
+        take = profile.classes.get(model.entry.shape_class if model.entry else "", profile.other)
+        contexts = settings.contexts or _contexts(model, take)
+        prompts[model.name] = take.prompts
         if model.max_position and settings.contexts and max(contexts) > model.max_position:
             raise pytest.UsageError(
                 f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
             )
-        offered = [name for name in profile.precisions if name in model.precisions and name in spec.precisions]
+        offered = [name for name in take.precisions if name in model.precisions and name in spec.precisions]
         for layout in settings.layouts or ("single",):
             # A target that offers none of the profile's precisions is judged at what it has.
             for precision in settings.precisions or offered or spec.precisions:
@@ -180,7 +233,7 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         raise pytest.UsageError(
             f"nothing to run: target {spec.text} can serve none of the models of profile {settings.profile}"
         )
-    return Matrix(settings, {model.name: model for model in models}, tuple(rows))
+    return Matrix(settings, {model.name: model for model in models}, prompts, tuple(rows))
 
 
 def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
@@ -250,16 +303,16 @@ def _quoted(word: str) -> str:
 def _profile_models(profile: Profile, spec: TargetSpec) -> list[Model]:
     from pytest_adapt.models import catalogue
 
-    classes = [name for name in profile.models if name in spec.shape_classes]
-    if "odd" in classes and "aligned" in classes and not profile.extra_class:
+    classes = [name for name in profile.classes if name in spec.shape_classes]
+    if "odd" in classes and "aligned" in classes and not profile.both:
         classes.remove("aligned")
-    found = []
-    for entry in catalogue().values():
-        if entry.shape_class in classes:
-            names = profile.models[entry.shape_class]
-            if not names or entry.name in names:
-                found.append(_from_entry(entry, explicit=False))
-    return sorted(found, key=lambda model: (classes.index(model.entry.shape_class) if model.entry else 0, model.name))
+    entries = catalogue().values()
+    return [
+        _from_entry(entry, explicit=False)
+        for name in classes
+        for entry in sorted(entries, key=lambda entry: entry.name)
+        if entry.shape_class == name and (not profile.classes[name].names or entry.name in profile.classes[name].names)
+    ]
 
 
 def _named_models(settings: Settings) -> list[Model]:
@@ -315,7 +368,7 @@ def _boundaries(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(length for length in lengths if 0 < length <= top))
 
 
-def _contexts(model: Model, profile: Profile) -> tuple[int, ...]:
-    """The largest context of the model under each bound of the profile; its smallest where all are beyond."""
-    found = {max((length for length in model.contexts if length <= bound), default=0) for bound in profile.contexts}
+def _contexts(model: Model, take: Take) -> tuple[int, ...]:
+    """The largest context of the model under each bound; its smallest where all are beyond."""
+    found = {max((length for length in model.contexts if length <= bound), default=0) for bound in take.contexts}
     return tuple(sorted(found - {0})) or model.contexts[:1] or (LEAST_CONTEXT,)

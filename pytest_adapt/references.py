@@ -42,7 +42,7 @@ class References:
 
         if getattr(state.reference, "kind", "") != "golden" or state.model is None or state.target is None:
             return
-        prompts = state.model.prompts()
+        prompts = state.model.all_prompts
         for one in state.judge.failures():
             tokens = prompts.get(one.prompt)
             answer = state.target.answer_to(tokens) if tokens else None
@@ -91,7 +91,7 @@ class References:
         return GoldenReference(
             live,
             stores,
-            model.prompts(),
+            model.all_prompts,
             spec_hash(model.entry),
             mode=settings.goldens,
             required=recorded,

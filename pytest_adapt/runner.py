@@ -310,6 +310,7 @@ class Runner:
             self._handles[name] = ModelHandle(made, self.config.rootpath / ".adapt" / "models")
         handle = self._handles[name]
         handle.context = state.context or None
+        handle.most = self.matrix.prompts.get(name, 0)
         handle.floor = self.matrix.floor(name, state.context) if state.context else 0
         state.model = handle
         return handle

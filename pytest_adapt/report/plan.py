@@ -81,7 +81,9 @@ def _demand(runner: Runner, state: ItemState) -> tuple[int, int]:
         return 0, 0
     limit = state.mark.tokens or state.context or _PLAIN_LIMIT
     floor = runner.matrix.floor(model.name, state.context) if state.context and not state.mark.tokens else 0
-    lengths = [length for length in prompt_lengths(model) if floor < length <= limit]
+    lengths = [length for length in prompt_lengths(model) if floor < length <= limit][
+        : runner.matrix.prompts.get(model.name) or None
+    ]
     return len(lengths) * state.mark.requests, sum(lengths) * state.mark.requests
 
 

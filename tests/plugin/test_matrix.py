@@ -228,3 +228,36 @@ def test_plan_runs_nothing(folder: Folder, write: Write) -> None:
     assert any(line.startswith("total: 2 cases, 1 deployments, about ") for line in result.outlines)
     assert "assumed: 5 s a deployment" in result.stdout.str()
     assert folder.opened() == []
+
+
+def test_a_profile_may_cap_prompts_and_a_short_limit_cuts_one(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        def test_it(model, context_length):
+            assert context_length == 24
+            assert len(model.prompts()) == 2 and len(model.all_prompts) > 2
+            (cut,) = model.prompts(context_length).values()
+            assert cut == model.prompts()["text-a"][:24]
+        """,
+        conftest="""
+        import pytest, pytest_adapt.models.prompts as prompts
+        @pytest.fixture(autouse=True)
+        def texts(monkeypatch):
+            texts = {"text-a": tuple(range(40)), "text-b": tuple(range(50)), "text-c": tuple(range(60))}
+            monkeypatch.setattr(prompts, "prompts_of", lambda entry, directory: texts)
+        """,
+    )
+    (folder.path / "tiny").mkdir()
+    (folder.path / "tiny" / "config.json").write_text('{"vocab_size": 331}')
+    folder.pytester.makepyfile(
+        capped="""
+        import dataclasses
+        from pytest_adapt import matrix
+        PROFILE = matrix.PROFILES["smoke"]
+        take = dataclasses.replace(PROFILE.other, prompts=2)
+        matrix.PROFILES = {**matrix.PROFILES, "smoke": dataclasses.replace(PROFILE, other=take)}
+        """
+    )
+    folder.pytester.syspathinsert()
+    result = folder.run("Echo", "-p", "capped", "--adapt-models=tiny", "--adapt-contexts=24", "test_mine.py")
+    assert result.ret == 0, result.stdout.str()
