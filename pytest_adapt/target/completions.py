@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,34 @@ class Entry:
     unnamed: tuple[float, ...] = ()
     """Log-probabilities of candidates whose text belongs to no single id. Two of them may have had one text, and
     then only the last is left: ids that are not in ``best`` may be as probable as everything else leaves room for."""
+    greedy: int = -1
+    """The most probable token, where that is known from elsewhere."""
+
+    @property
+    def room(self) -> float:
+        """Log-probability of everything that is not listed at all."""
+        return math.log(max(_LEAST, 1.0 - sum(math.exp(value) for value in (*self.best.values(), *self.unnamed))))
 
     def certain(self) -> dict[int, float]:
         """Candidates that no id outside of ``best`` can surpass."""
         if not self.unnamed:
             return dict(self.best)
-        room = 1.0 - sum(math.exp(value) for value in (*self.best.values(), *self.unnamed))
-        bound = max(math.log(max(room, _LEAST)), *self.unnamed)
+        bound = max(self.room, *self.unnamed)
+        if self.greedy >= 0:
+            bound = min(bound, self.best[self.greedy])
         return {token: value for token, value in self.best.items() if value >= bound}
+
+    def with_greedy(self, token: int) -> Entry:
+        """The entry after its most probable token became known: ``logprob`` is that token's where it is a number,
+        else the best unnamed one's, if nothing unlisted can be above that."""
+        if token < 0:
+            return self
+        if not math.isnan(self.logprob):
+            return replace(self, best={**self.best, token: self.logprob}, greedy=token)
+        if not self.unnamed or max(self.unnamed) < self.room:
+            return self
+        rest = sorted(self.unnamed)
+        return replace(self, best={**self.best, token: rest[-1]}, unnamed=tuple(rest[:-1]), greedy=token)
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,11 @@ class Rows:
         best = sorted(entry.certain().items(), key=lambda item: (-item[1], item[0]))[: self._ids.shape[1]]
         for column, (token, logprob) in enumerate(best):
             self._ids[row, column], self._logprobs[row, column] = token, logprob
+
+    @property
+    def empty(self) -> list[int]:
+        """Rows that no candidate was put in."""
+        return [int(row) for row in np.flatnonzero(self._ids[:, 0] < 0)] if self._ids.shape[1] else []
 
     @property
     def topk(self) -> TopK:

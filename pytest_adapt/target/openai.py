@@ -82,6 +82,7 @@ class _Served:
     directory: Path
     vocab: int = 0
     begin: int = -1
+    end: int = -1
     tokenizer: Tokenizer | None = None
     strings: dict[str, int] = field(default_factory=dict)
 
@@ -123,7 +124,7 @@ class OpenAITarget:
     def open(self, deployment: Deployment) -> Info:
         self.close()
         self._check(deployment)
-        self._served = _Served(Path(deployment.model), *_sizes(Path(deployment.model)))
+        self._served = _Served(Path(deployment.model), *_constants(Path(deployment.model)))
         listed = self._models()
         entry = self._choose_model(listed, deployment)
         self._model = str(entry.get("id", self._served.directory.name))
@@ -354,8 +355,15 @@ class OpenAITarget:
         if not asked.k or entries is None:
             return base
         rows = Rows(length + max(0, len(base.tokens) - 1), min(asked.k, request.topk))
-        self._fill(who, rows, asked, choice, entries, (*request.prompt, *tokens))
+        sequence = (*request.prompt, *tokens)
+        by_row = self._by_row(who, asked, choice, entries, sequence)
+        for row, entry in by_row.items():
+            rows.put(row, entry)
         first = {"": length - 1, "echo_after": 1}.get(asked.prompt, 0)
+        if not asked.tokens and "topk" in request.want:
+            for row in rows.empty:
+                if row >= max(first, request.first_row):
+                    rows.put(row, self._revealed(sequence[: row + 1], by_row.get(row), asked))
         base.first_row = first
         if "topk" in request.want:
             base.topk = TopK(rows.topk.ids[first:], rows.topk.logprobs[first:])
@@ -364,34 +372,53 @@ class OpenAITarget:
             base.scores = rows.scores[first:]
         return base
 
-    def _fill(
-        self,
-        who: str,
-        rows: Rows,
-        asked: _Dialect,
-        choice: Choice,
-        entries: list[Entry | None],
-        sequence: Sequence[int],
-    ) -> None:
+    def _by_row(
+        self, who: str, asked: _Dialect, choice: Choice, entries: list[Entry | None], sequence: Sequence[int]
+    ) -> dict[int, Entry]:
+        """Row -> the entry that says what follows it."""
         length = choice.prompt_tokens
+        found: dict[int, Entry | None] = {}
         if asked.prompt == "echo_after":
             # With a begin token in front, llama-cpp-python drops it and thereby puts every row where it belongs.
             late = int(sequence[0] == self._served.begin)
             for position, entry in enumerate(entries):
-                rows.put(position - late, entry, score=False)
-            return
-        offset = 0
+                found[position - late] = replace(entry, logprob=math.nan) if entry is not None else None
+            return {row: entry for row, entry in found.items() if entry is not None}
         if asked.prompt == "prompt_logprobs":
             for position, entry in enumerate(prompt_entries(who, choice, length) or []):
                 if entry is not None:
                     token = sequence[position]
                     if token not in entry.best:
                         raise TargetError(f"{who}: prompt_logprobs[{position}] lacks the prompt's own token {token}")
-                    rows.put(position - 1, replace(entry, logprob=entry.best[token]))
-        if asked.prompt != "echo":
-            offset = length
-        for position, entry in enumerate(entries):
-            rows.put(offset + position - 1, entry)
+                    found[position - 1] = replace(entry, logprob=entry.best[token])
+        offset = 0 if asked.prompt == "echo" else length
+        found.update({offset + position - 1: entry for position, entry in enumerate(entries)})
+        return {row: entry for row, entry in found.items() if entry is not None}
+
+    def _revealed(self, prefix: Sequence[int], entry: Entry | None, asked: _Dialect) -> Entry | None:
+        """An entry whose best candidates hid one another (or that is missing), after asking for one token alone.
+
+        That token is the most probable one, and it is known by its text: a text of one token that ends no character
+        halfway stands for one id; an output that ends at once stands for the end token.
+        """
+        try:
+            answer = self._complete(replace(asked, prompt=""), prefix, 1)
+        except ValueError:
+            return entry  # no text stands for this prefix
+        if not answer.ok:
+            return entry
+        choice = read_choice(self._who, answer.body)
+        if choice.prompt_tokens != len(prefix):
+            return entry
+        alone = (self._output(choice, asked) or [None])[0]
+        if alone is not None and choice.completion_tokens in (1, None):
+            tokens = self._served.reader().encode(choice.text)
+            return alone.with_greedy(tokens[0] if len(tokens) == 1 else -1)
+        if entry is None:
+            return None
+        ended = choice.finish == "stop" and not choice.completion_tokens
+        dropped = choice.completion_tokens == 1 and alone is None  # a begin token, again
+        return entry.with_greedy(self._served.end if ended else self._served.begin if dropped else -1)
 
     def _output(self, choice: Choice, dialect: _Dialect) -> list[Entry | None] | None:
         given = choice.body.get("logprobs")
@@ -404,9 +431,9 @@ class OpenAITarget:
     def _generated(self, choice: Choice, entries: list[Entry | None] | None, text: str) -> tuple[int, ...]:
         if choice.token_ids is not None:
             return choice.token_ids
-        made = choice.completion_tokens
-        if entries is not None and (made is None or made == len(entries)):
-            return tuple(entry.token if entry is not None else -1 for entry in entries)
+        named = tuple(entry.token if entry is not None else -1 for entry in entries or ())
+        if named and -1 not in named and choice.completion_tokens in (None, len(named)):
+            return named
         try:
             return tuple(self._served.reader().encode(text))
         except (TargetError, ValueError):
@@ -427,8 +454,8 @@ def _distance(one: Entry | None, other: Entry | None) -> float:
     return sum(abs(one.best.get(token, floor) - other.best.get(token, floor)) for token in tokens) / len(tokens)
 
 
-def _sizes(directory: Path) -> tuple[int, int]:
-    """Size of the vocabulary, and the id of the begin token (-1 where there is none)."""
+def _constants(directory: Path) -> tuple[int, int, int]:
+    """Size of the vocabulary, ids of the begin and of the end token (-1 where there is none)."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -436,7 +463,7 @@ def _sizes(directory: Path) -> tuple[int, int]:
         raise TargetError(f"{path} cannot be read: {error}; a model is a checkpoint directory") from error
     config = config if isinstance(config, dict) else {}
     inner = {**config, **config.get("text_config", {})}
-    size, begin = inner.get("vocab_size"), inner.get("bos_token_id")
+    size, begin, end = (inner.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id"))
     if not isinstance(size, int) or size < 1:
         raise TargetError(f"{path} has no vocab_size")
-    return size, begin if isinstance(begin, int) else -1
+    return size, begin if isinstance(begin, int) else -1, end if isinstance(end, int) else -1
