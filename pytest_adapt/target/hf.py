@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["HfTarget"]
 
 _OPTIONS = {"device": "cpu", "attn": "eager"}
-_FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 7, 16, 64)}
+_FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 1, 7, 16, 64)}
 
 
 @dataclass

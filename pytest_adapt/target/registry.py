@@ -191,7 +191,7 @@ def builtin_registry() -> Registry:
     """A registry with the schemes that the plugin ships."""
     registry = Registry()
     here = "pytest_adapt.target"
-    chunks = {"prefill_chunk": (0, 7, 16, 64)}
+    chunks = {"prefill_chunk": (0, 1, 7, 16, 64)}
     everything = ("taps", "logits", "score", "topk", "text")
     registry.register(
         "builtin",
