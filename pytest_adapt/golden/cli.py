@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     pruning.add_argument("--yes", action="store_true", help="delete; without it they are only listed")
     making = add("make", _make, "compute reference records with the oracle, confirmed by transformers")
     making.add_argument("--models", nargs="+", default=[], metavar="NAME", help="these only (default: all)")
+    making.add_argument("--stale", action="store_true", help="only records that are missing, stale or damaged")
     making.add_argument("--reason", required=True, help="why they are made; kept in the index")
     return parser
 
@@ -148,6 +149,8 @@ def _make(options: argparse.Namespace, store: Store) -> int:
     tasks, absent = catalogue_tasks(options.models_root, options.models)
     for model, reason in absent.items():
         print(f"left out: {model} ({reason})")
+    if options.stale:
+        tasks = {name: task for name, task in tasks.items() if store.lookup(task.key).status != "ok"}
     told = provenance(options.reason)
     witness = Witness()
     try:
