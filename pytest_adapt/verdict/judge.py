@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pytest_adapt.golden.record import Record, RecordError, divergence_terms
-from pytest_adapt.sites import order_key
+from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
@@ -278,9 +278,17 @@ class Judge:
     def message(self) -> str:
         """What failed, one line each, then the first divergence; at most one screen."""
         failures = self.failures()
-        lines = [describe(measurement) for measurement in failures[:_SHOWN_LINES]]
-        if len(failures) > _SHOWN_LINES:
-            lines.append(f"and {len(failures) - _SHOWN_LINES} more over budget")
+        # One line for each kind of failure: the same operation is off in many layers and prompts.
+        kinds: dict[tuple[str, str, str], list[Measurement]] = {}
+        for measurement in failures:
+            key = measurement.metric, measurement.observable, layer_of(measurement.site)[1] if measurement.site else ""
+            kinds.setdefault(key, []).append(measurement)
+        lines = [
+            describe(found[0]) + (f"; and {len(found) - 1} more like it" if len(found) > 1 else "")
+            for found in list(kinds.values())[:_SHOWN_LINES]
+        ]
+        if len(kinds) > _SHOWN_LINES:
+            lines.append(f"and {len(kinds) - _SHOWN_LINES} more kinds over budget")
         if self.divergence is not None:
             lines.append(f"first divergence ({self.divergence.prompt}): {self.divergence}")
         return "\n".join(lines)

@@ -41,7 +41,9 @@ def describe(measurement: Measurement) -> str:
     m = measurement
     where = [part for part in (m.prompt, m.site, f"position {m.position}" if m.position is not None else "") if part]
     shown = f" [{m.observable}]" if m.observable else ""
-    use = f" ({m.use:.0%} of budget)" if m.budget and math.isfinite(m.use) else ""
+    use = ""
+    if m.budget and math.isfinite(m.use):
+        use = f" ({m.use:.0%} of budget)" if m.use < 10 else f" ({m.use:.3g} x budget)"
     line = f"{m.metric}{shown}: {m.value:.4g}, budget {m.budget:.4g}{use}"
     if where:
         line += f" at {', '.join(where)}"

@@ -100,7 +100,8 @@ class Divergence:
             where.append(f"rank {self.rank}")
         if self.step:
             where.append(self.step)
-        line = f"{', '.join(where)}: got {self.got}, expected {self.expected} (error {self.error:.3g}, budget {self.budget:.3g})"
+        error = f"(error {self.error:.3g}, budget {self.budget:.3g})"
+        line = f"{', '.join(where)}: got {self.got}, expected {self.expected} {error}"
         return f"{line}; {self.note}" if self.note else line
 
 
