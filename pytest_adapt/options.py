@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pytest_adapt.layout import LayoutError, parse
+from pytest_adapt.stash import WHOLE
 
 __all__ = [
     "OPTIONS",
@@ -319,6 +320,10 @@ def _check_goldens(settings: Settings, config: pytest.Config) -> None:
         )
     if mode == "update" and not settings.reason:
         raise pytest.UsageError("--adapt-goldens=update needs --adapt-reason='why the records change'")
+    if mode == "update" and config.stash.get(WHOLE, False) and not config.option.keyword:
+        raise pytest.UsageError(
+            "--adapt-goldens=update needs a selection (-k, paths or case ids): say which records change"
+        )
     if settings.inject and settings.target.partition(":")[0].partition("[")[0] != "builtin":
         raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")
     for name in ("waivers", "goldens_dir"):

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_adapt.fixtures import context_length, deployment, judge, layout, model, precision, reference, target
 from pytest_adapt.options import add_options, given_target, refuse_lone_options
+from pytest_adapt.stash import WHOLE
 
 __all__ = ["context_length", "deployment", "judge", "layout", "model", "precision", "reference", "target"]
 
@@ -42,7 +43,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         return
     from pytest_adapt.shipped import with_suites
 
-    with_suites(
+    early_config.stash[WHOLE] = with_suites(
         args,
         known.file_or_dir,
         directory=Path(early_config.invocation_params.dir),

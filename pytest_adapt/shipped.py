@@ -59,11 +59,11 @@ def case_id(path: Path, nodeid: str) -> str:
 
 def with_suites(
     args: list[str], given: Sequence[str], *, directory: Path, rootdir: Path, testpaths: Iterable[str], pyargs: bool
-) -> None:
+) -> bool:
     """Change ``args`` in place so that a run without paths collects the shipped suites besides the user's tests.
 
     ``given`` are the positional arguments among ``args``, ``directory`` the working directory. A positional argument
-    that is a path below the suites (a case id) is replaced by its real path.
+    that is a path below the suites (a case id) is replaced by its real path. True for a run without paths.
     """
     suites = suites_dir()
     paths = 0
@@ -75,10 +75,11 @@ def with_suites(
             args[_position(args, argument)] = f"{suites / name}{colons}{rest}"
             paths += 1
     if paths:
-        return
+        return False
     if suites.parent != rootdir:  # in a checkout of this project the other tests are not the user's
         args.extend(_own_tests(directory, rootdir, testpaths))
     args.append(str(suites))
+    return True
 
 
 def _own_tests(directory: Path, rootdir: Path, testpaths: Iterable[str]) -> list[str]:

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
     from pytest_adapt.runner import Runner
 
-__all__ = ["RUN", "STATE"]
+__all__ = ["RUN", "STATE", "WHOLE"]
 
 RUN: pytest.StashKey[Runner] = pytest.StashKey()
 """On the config, when a target is given."""
+WHOLE: pytest.StashKey[bool] = pytest.StashKey()
+"""On the config: no path was given, so that everything runs."""
 STATE: pytest.StashKey[ItemState] = pytest.StashKey()
 """On each conformance item."""

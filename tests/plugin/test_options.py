@@ -62,6 +62,7 @@ def test_command_line_then_environment_then_ini_then_default(
         (["--adapt-mode=exact"], "allowed: fast, strict"),
         (["--adapt-goldens=write"], "allowed: check, new, update, off"),
         (["--adapt-goldens=update"], "--adapt-goldens=update needs --adapt-reason"),
+        (["--adapt-goldens=update", "--adapt-reason=why"], "--adapt-goldens=update needs a selection"),
         (["--adapt-inject=RT01"], "--adapt-inject=RT01 needs --adapt-target=builtin"),
         (["--adapt-reference=nope:"], "unknown target 'nope:'"),
         (["--adapt-matrix=gitlab"], "allowed: github"),
