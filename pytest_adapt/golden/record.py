@@ -310,7 +310,7 @@ def make_record(
     """Run the oracle and, following its experts, the emulation of each precision; keep sketches of both.
 
     ``oracle`` is a `pytest_adapt.oracle.Oracle`; ``boundaries`` are positions to keep besides those of the model.
-    Raises RecordError for an empty prompt.
+    Raises RecordError for an empty prompt, and where an emulation overflows.
     """
     from pytest_adapt.oracle import Rounding
 
@@ -333,6 +333,11 @@ def make_record(
         emulated: _Trace = oracle.run(
             tuple(int(t) for t in sequence), rounding=Rounding.of(precision), replay=dict(exact.ids), rows=positions
         )
+        if not np.isfinite(emulated.logits).all():
+            raise RecordError(
+                f"model {key.model}, prompt {key.prompt}: eager code overflows in {precision}, there is nothing to "
+                f"compare with; leave {precision} out for this model"
+            )
         errors[precision] = _errors(exact, emulated, logprobs, ids, follow, positions, len(oracle.spec.layers))
     margins = [np.asarray(margin)[positions] for margin in exact.margins.values()]
     return Record(
