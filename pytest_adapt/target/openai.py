@@ -40,7 +40,7 @@ __all__ = ["OpenAITarget"]
 
 _LOGPROBS = (20, 5, 1)
 # Candidates by text may hide one another; the longer the list, the less room is left for a hidden one.
-_TEXT_LOGPROBS = 200
+_TEXT_LOGPROBS = 60
 # Two answers to one question differ by rounding; a neighbouring row is another distribution altogether.
 _ALIKE = 0.5
 # vLLM's fields for exact ids, and llama-cpp-python's name for a penalty that its server sets to 1.1 by default.
@@ -314,7 +314,28 @@ class OpenAITarget:
         if not answer.ok:
             return Response(request.id, len(request.prompt), finish="abort", error=f"{answer.status}: {answer.message}")
         choice = read_choice(who, answer.body)
-        return checked_response(who, self._response(who, request, asked, choice, seconds), request)
+        response = checked_response(who, self._response(who, request, asked, choice, seconds), request)
+        if choice.finish == "stop" and request.ignore_eos and request.sampling.temperature == 0:
+            return self._continued(request, response)
+        return response
+
+    def _continued(self, request: Request, response: Response) -> Response:
+        """The output of a server that stops at the end token although that should be ignored: the end token is
+        put in its place, and the server goes on from there."""
+        end, left = self._served.end, request.max_new_tokens - len(response.tokens) - 1
+        stopped = bool(response.tokens) and response.tokens[-1] in (*request.stop, end)
+        if end < 0 or left < 0 or stopped or response.error is not None or end in request.stop:
+            return response
+        tokens = (*response.tokens, end)
+        longer = replace(request, prompt=(*request.prompt, *tokens), max_new_tokens=left, first_row=0)
+        rest = self._answer(longer)
+        if rest.error is not None or rest.prompt_tokens != len(longer.prompt):
+            return response
+        finish = rest.finish if left else "length"
+        text = (response.text or "") + self._served.reader().decode([end]) + (rest.text or "")
+        return replace(
+            rest, prompt_tokens=response.prompt_tokens, tokens=tokens + rest.tokens, finish=finish, text=text
+        )
 
     def _asked(self, request: Request) -> _Dialect:
         """The server's dialect without what this request does not want."""

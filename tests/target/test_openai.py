@@ -91,6 +91,33 @@ def test_echo_is_read_in_both_conventions(
     assert response.text == "".join(chr(0x4E00 + token) for token in response.tokens)
 
 
+def test_a_server_that_cannot_ignore_its_end_token_is_led_past_it(server: Any, checkpoint: Path) -> None:
+    """The fake stops where its model says token 33, which is made the end token."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "eos_token_id": 33}))
+
+    def stops(body: dict[str, Any]) -> Any:
+        answer = server.text_only({**body, "echo": False, "logprobs": 0}, shifted=False)
+        if isinstance(answer, dict):
+            text = answer["choices"][0]["text"]
+            kept = text.partition(chr(0x4E00 + 33))[0]
+            stopped = {"text": kept, "finish_reason": "stop" if kept != text else "length"}
+            answer["choices"][0].update(stopped)
+            answer["usage"]["completion_tokens"] = len(kept)
+        return answer
+
+    server.complete = stops
+    target = opened(server, checkpoint)
+    start = next(token for token in range(60) if server.next_token(server.next_token(token)) == 33)
+    request = Request("a", (9, start), max_new_tokens=6)
+    expected = tuple(sequence_of(server, request)[2:])
+    assert expected[1] == 33
+    (response,) = target.run([request])
+    assert (response.tokens, response.finish, response.prompt_tokens) == (expected, "length", 2)
+    (response,) = target.run([replace(request, ignore_eos=False)])
+    assert (response.tokens, response.finish) == (expected[:1], "stop")
+
+
 def test_an_echo_of_another_length_is_refused(server: Any, checkpoint: Path) -> None:
     server.complete = lambda body: server.text_only(body, shifted=True)
     target = opened(server, checkpoint)
