@@ -104,7 +104,7 @@ def _review(options: argparse.Namespace, store: Store) -> int:
 
 def _accept(options: argparse.Namespace, store: Store) -> int:
     chosen = _chosen(options)
-    print("\n".join(review.table(store, chosen)))
+    print("\n".join(review.table(store, chosen)) or "nothing is pending")
     allowed = {f"allow_{name}": getattr(options, f"allow_{name}") for name in _REFUSALS}
     for line in review.accept(store, chosen, provenance(options.reason), **allowed):
         print(line)

@@ -38,7 +38,7 @@ class ArrayDiff:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: max|d|={self.largest:.2g} ({self.ulps:.0f} ulp) at {list(self.worst)}: "
+            f"{self.name}: max|d|={self.largest:.2g} ({self.ulps:.3g} ulp) at {list(self.worst)}: "
             f"{self.old:.7g} -> {self.new:.7g}, {self.changed}/{self.size} differ, mean {self.mean:+.2g}"
         )
 

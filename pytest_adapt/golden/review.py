@@ -88,12 +88,15 @@ def list_pending(folder: Path) -> list[Pending]:
 
 
 def difference(store: Store, pending: Pending) -> RecordDiff | None:
-    """How a pending record differs from the stored one; None when there is none that can be read."""
+    """How a pending record differs from the stored one, or from its beginning; None when there is none to read."""
     path = store.path(pending.record_id)
     if not path.exists():
         return None
     try:
-        return compare(Record.load(path), pending.record)
+        stored, proposed = Record.load(path), pending.record
+        if pending.kind == "observed" and len(proposed.tokens) < len(stored.tokens):
+            stored = stored.prefix(len(proposed.tokens))
+        return compare(stored, proposed)
     except RecordError:
         return None
 
@@ -146,6 +149,12 @@ def accept(
             raise ReviewError(
                 f"{pending.record_id}: a target's answers, which the reference contradicts; find out which is "
                 "wrong, then --allow-observed (the record stops being a reference)"
+            )
+        listed = store.entries.get(pending.record_id, {}).get("tokens", 0)
+        if len(pending.record.tokens) < listed:
+            raise ReviewError(
+                f"{pending.record_id}: covers {len(pending.record.tokens)} of {listed} tokens; it cannot take the "
+                "record's place, reject it"
             )
         found = difference(store, pending)
         if found is not None and found.structure and not allow_structure:

@@ -272,6 +272,15 @@ def test_a_targets_answers_do_not_become_the_truth_by_habit(store: Store, tmp_pa
     refused(store, tmp_path / "pending", "--allow-observed", allow_observed=True)
 
 
+def test_a_beginning_does_not_take_the_place_of_the_whole(store: Store, tmp_path: Path, record: Record) -> None:
+    """What a target answered to a shorter prompt is shown against the beginning of the record, and never accepted."""
+    propose(tmp_path / "pending", replace(record.prefix(5), source="target t"), "observed", "case")
+    found = review.difference(store, list_pending(tmp_path / "pending")[0])
+    assert found is not None and found.structure == ("source: oracle -> target t",)
+    with pytest.raises(ReviewError, match="covers 5 of 16 tokens"):
+        accept(store, list_pending(tmp_path / "pending"), WHY, allow_observed=True, allow_structure=True)
+
+
 def test_many_changes_at_once_need_a_word(store: Store, tmp_path: Path, make: Any, tokens: Any) -> None:
     for prompt in ("a", "b", "c"):
         record = make(prompt, tokens(4))
