@@ -85,7 +85,7 @@ PROFILES: Mapping[str, Profile] = {
                 ("deepseek-v3-odd-neg", "deepseek-v3-odd-pos", "llama-odd", "mixtral-odd", "qwen3-moe-odd"),
             ),
             "aligned": Take(_COMMON, (512,)),
-            "real": Take(("fp32",), (64,), ("smollm2", "smollm2-moe-topk"), prompts=2),
+            "real": Take(("fp32",), (64,), ("smollm2", "smollm2-moe-equal"), prompts=2),
         },
         other=Take(_COMMON, (512,)),
     ),

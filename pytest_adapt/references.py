@@ -19,7 +19,8 @@ __all__ = ["References"]
 
 
 class References:
-    """References by model, made once in a process."""
+    """References of the present model. Items come model by model, so those of the last one are dropped (an oracle
+    holds its weights in float64)."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -32,6 +33,7 @@ class References:
         self._case = case
         key = (model.name, precision if self._runner.settings.reference else "")
         if key not in self._made:
+            self._made = {made: reference for made, reference in self._made.items() if made[0] == model.name}
             self._made[key] = self._make(model, precision)
         return self._made[key]
 
