@@ -258,6 +258,6 @@ def test_a_profile_may_cap_prompts_and_a_short_limit_cuts_one(folder: Folder, wr
         matrix.PROFILES = {**matrix.PROFILES, "smoke": dataclasses.replace(PROFILE, other=take)}
         """
     )
-    folder.pytester.syspathinsert()
-    result = folder.run("Echo", "-p", "capped", "--adapt-models=tiny", "--adapt-contexts=24", "test_mine.py")
+    args = ("--adapt-target=py:targets:Echo", "--adapt-profile=smoke", "--adapt-models=tiny", "--adapt-contexts=24")
+    result = folder.run_subprocess("-p", "capped", *args, "test_mine.py")
     assert result.ret == 0, result.stdout.str()
