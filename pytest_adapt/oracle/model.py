@@ -172,7 +172,7 @@ class _Run:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids and combine weights [T, k] of each row; fills the trace's routing fields."""
         n, router = self.n, mixture.router
-        logits = n.site(f"{name}.logits", n.linear(x, f"{gate}.weight"))
+        logits = n.site(f"{name}.logits", n.linear(x, f"{gate}.weight", in_order=True))
         scores = n.site(f"{name}.scores", routing.scores_of(n, router, logits))
         biased = scores + n.parameter(f"{gate}.e_score_correction_bias") if router.selection_bias else scores
         selection = n.site(f"{name}.selection", biased)

@@ -69,9 +69,13 @@ class Numerics:
         """A weight in the precision of the deployment."""
         return self.inner(f"parameter.{name}", self._weight(name).astype(self.dtype, copy=False))
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Batched matrix product [..., m, K] x [..., K, n]; leading dimensions are equal."""
-        if self._rounding is None or not self._rounding.sequential:
+    def matmul(self, a: np.ndarray, b: np.ndarray, in_order: bool = False) -> np.ndarray:
+        """Batched matrix product [..., m, K] x [..., K, n]; leading dimensions are equal.
+
+        ``in_order`` sums term by term under every emulation: for a result that is held in float32, whose error is that
+        of the order of its sums alone.
+        """
+        if self._rounding is None or not (self._rounding.sequential or in_order):
             product: np.ndarray = a @ b
             return product
         batch, (m, n) = a.shape[:-2], (a.shape[-2], b.shape[-1])
@@ -83,9 +87,9 @@ class Numerics:
                 _rank_one_sum(left, np.ascontiguousarray(b[index][:, start : start + width]), out[index], start)
         return out
 
-    def linear(self, x: np.ndarray, weight: str, bias: str | None = None) -> np.ndarray:
-        """x [T, in] times the transposed weight [out, in], plus bias [out]."""
-        y = self.matmul(x, self.parameter(weight).T)
+    def linear(self, x: np.ndarray, weight: str, bias: str | None = None, in_order: bool = False) -> np.ndarray:
+        """x [T, in] times the transposed weight [out, in], plus bias [out]; ``in_order`` as in `matmul`."""
+        y = self.matmul(x, self.parameter(weight).T, in_order)
         return y if bias is None else y + self.parameter(bias)
 
     def total(self, x: np.ndarray) -> np.ndarray:
