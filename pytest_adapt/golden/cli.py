@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_adapt.golden import review
-from pytest_adapt.golden.lint import orphans, verify
-from pytest_adapt.golden.make import Witness, catalogue_tasks, provenance
+from pytest_adapt.golden.lint import drift, orphans, verify
+from pytest_adapt.golden.make import Witness, catalogue_tasks, environment, provenance
 from pytest_adapt.golden.record import RecordError
 from pytest_adapt.golden.review import Pending, ReviewError
 from pytest_adapt.golden.store import Store, StoreError, shipped_store
@@ -125,6 +125,8 @@ def _verify(options: argparse.Namespace, store: Store) -> int:
         print(f"{finding.kind}: {finding.message}")
     for model, reason in absent.items():
         print(f"not checked: {model} ({reason})")
+    for line in drift(store, environment()):
+        print(f"drift: {line}")
     print(f"{len(store.entries)} records, {len(tasks)} expected, {len(findings)} findings")
     return 1 if findings else 0
 

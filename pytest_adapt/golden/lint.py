@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pytest_adapt.golden.record import Record, RecordError, RecordKey
 from pytest_adapt.golden.store import INDEX, Store
 
-__all__ = ["Finding", "orphans", "verify"]
+__all__ = ["Finding", "drift", "orphans", "verify"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ def verify(store: Store, expected: Mapping[str, RecordKey], partial: bool = Fals
             reason = f"{record_id} has no second witness; make it again with transformers installed"
             found.append(Finding("unwitnessed", record_id, reason))
     return found
+
+
+def drift(store: Store, environment: Mapping[str, str]) -> list[str]:
+    """How this environment differs from those that records were made in, one line each; no finding, numbers decide."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for entry in store.entries.values():
+        recorded = (entry.get("provenance") or {}).get("environment") or {}
+        for name in sorted(recorded.keys() | environment.keys()):
+            before, now = str(recorded.get(name, "unknown")), str(environment.get(name, "unknown"))
+            if before != now:
+                counts[name, before, now] = counts.get((name, before, now), 0) + 1
+    return [f"{name}: {before} -> {now} ({count} records)" for (name, before, now), count in sorted(counts.items())]
 
 
 def orphans(store: Store, expected: Iterable[str]) -> list[str]:

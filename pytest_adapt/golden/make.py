@@ -10,7 +10,7 @@ import datetime
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pytest_adapt.golden.record import Record, RecordKey, make_record
 from pytest_adapt.golden.reference import OracleReference, carriers
 from pytest_adapt.golden.store import StoreError
 
-__all__ = ["Task", "Witness", "catalogue_tasks", "provenance"]
+__all__ = ["Task", "Witness", "catalogue_tasks", "environment", "provenance"]
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,6 @@ class Witness:
 
 def provenance(reason: str) -> dict[str, Any]:
     """Who makes records, when, with what and why. Stands beside the data, outside its digest."""
-    import numpy
-
     import pytest_adapt
 
     commit = _git("rev-parse", "HEAD")
@@ -125,20 +123,25 @@ def provenance(reason: str) -> dict[str, Any]:
         "made_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
         "dirty": bool(changed),
-        "environment": dict(_environment(numpy)),
+        "environment": environment(),
     }
 
 
-def _environment(numpy: Any) -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
-    yield "numpy", numpy.__version__
-    built = numpy.show_config(mode="dicts")
+def environment() -> dict[str, str]:
+    """What numbers may depend on here: versions, instruction set, threads. Never a host name."""
+    import numpy
+
+    built: Any = numpy.show_config(mode="dicts")
     blas: Mapping[str, Any] = built.get("Build Dependencies", {}).get("blas", {})
-    yield "blas", f"{blas.get('name', '')} {blas.get('version', '')}".strip()
-    yield "isa", " ".join(built.get("SIMD Extensions", {}).get("found", []))
-    yield "machine", platform.machine()
-    yield "system", platform.system()
-    yield "threads", os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+    return {
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "blas": f"{blas.get('name', '')} {blas.get('version', '')}".strip(),
+        "isa": " ".join(built.get("SIMD Extensions", {}).get("found", [])),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
+    }
 
 
 def _git(*arguments: str) -> str:

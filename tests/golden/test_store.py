@@ -13,7 +13,8 @@ import pytest
 from pytest_adapt.golden import review
 from pytest_adapt.golden.cli import main
 from pytest_adapt.golden.diff import compare, invisible
-from pytest_adapt.golden.lint import orphans, verify
+from pytest_adapt.golden.lint import drift, orphans, verify
+from pytest_adapt.golden.make import environment, provenance
 from pytest_adapt.golden.record import Record, RecordError
 from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, carriers
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
@@ -131,6 +132,22 @@ def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
     store.remove(record.key.id)
     store.write(record, {"reason": "alone"})
     assert [one.kind for one in verify(store, {record.key.id: record.key})] == ["unwitnessed"]
+
+
+@pytest.mark.requirement(118)
+def test_the_environment_is_recorded_and_its_drift_reported(store: Store, record: Record) -> None:
+    told = provenance("why")
+    assert told["reason"] == "why" and told["environment"] == environment()
+    assert {"python", "numpy", "blas", "isa", "threads"} <= told["environment"].keys()
+    store.remove(record.key.id)
+    store.write(record, {**WHY, "environment": {**environment(), "numpy": "1.0", "threads": "64"}})
+    now = environment()
+    assert drift(store, now) == [
+        f"numpy: 1.0 -> {now['numpy']} (1 records)",
+        f"threads: 64 -> {now['threads']} (1 records)",
+    ]
+    assert drift(store, {**now, "numpy": "1.0", "threads": "64"}) == []
+    assert verify(store, {record.key.id: record.key}) == [], "another environment alone is no finding"
 
 
 def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> None:
