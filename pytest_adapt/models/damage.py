@@ -74,12 +74,6 @@ def _shards(directory: Path) -> list[_Shard]:
     return [_Shard(directory / name) for name in files]
 
 
-def _edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
-    index = json.loads((directory / INDEX).read_text())
-    change(index["weight_map"])
-    (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
-
-
 def _truncated(directory: Path) -> tuple[str, tuple[str, ...]]:
     path = _shards(directory)[-1].path
     with path.open("r+b") as file:
@@ -98,7 +92,9 @@ def _missing_tensor(directory: Path) -> tuple[str, tuple[str, ...]]:
     name = shard.matrix()
     del shard.tensors[name]
     shard.save()
-    _edit_index(directory, lambda names: names.pop(name) and None)
+    index = json.loads((directory / INDEX).read_text())
+    del index["weight_map"][name]
+    (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
     return f"{name} is in no file and not in the index", (name,)
 
 

@@ -47,7 +47,7 @@ class BuiltinSeams:
             raise KeyError(f"the built-in engine has no seam {seam!r}; seams are {', '.join((*OPS, *_METHODS))}")
 
     def restore(self) -> None:
-        """See `pytest_adapt.faults.Seams`. Operations of an engine that is open now keep their wrappers until it closes."""
+        """See `pytest_adapt.faults.Seams`. An engine that is open now keeps its wrapped operations until it closes."""
         self.detach()
         self._operations.clear()
         self._methods.clear()

@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_refused(target, model, kind, judge, tmp_path):
 @pytest.mark.requirement(102)
 @pytest.mark.adapt(rung="loads", needs=("text",))
 def test_abnormal_input_is_refused_and_the_target_stays_healthy(target, model, judge):
-    """An empty prompt, ids outside the vocabulary and an over-long prompt each get an error; then a normal request works."""
+    """An empty prompt, unknown ids and an over-long prompt each get an error; then a normal request works."""
     tokens = next(iter(model.prompts(32).values()))
     before = target.generate(tokens, 4)
     limit = target.deployment.max_context
