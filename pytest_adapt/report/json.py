@@ -24,6 +24,7 @@ __all__ = ["SCHEMA", "document", "report_path", "write_report"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away; new fields do not raise it."""
+PERFORMANCE_NOTE = "times and memory are engineering references of this machine and run, not marketing metrics"
 _VERSIONS = ("pytest-adapt", "adapt-engine", "pytest", "numpy", "safetensors", "torch", "transformers")
 
 
@@ -63,6 +64,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
         "schema": SCHEMA,
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "exit": exit_status,
+        "performance_note": PERFORMANCE_NOTE,
         "seconds": round(collector.seconds, 3),
         "peak_bytes": collector.peak_bytes,
         "fatal": collector.fatal,

@@ -51,7 +51,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
         lines.append((missing, {}))
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
-    lines.append((f"{collector.seconds:.1f} s{memory}{where}", {}))
+    lines.append((f"engineering reference: {collector.seconds:.1f} s{memory}{where}", {}))
     return lines
 
 

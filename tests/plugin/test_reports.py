@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import Folder
 
@@ -83,6 +85,17 @@ def test_json_has_what_the_schema_page_says(folder: Folder, write: Write) -> Non
     documented = (ROOT / "docs" / "report-schema.md").read_text()
     for name in [*report, *case, *case["measurements"][0], *report["clusters"][0], *report["ladder"]["rungs"][0]]:
         assert f"`{name}`" in documented, name
+
+
+@pytest.mark.requirement(111)
+def test_times_and_memory_are_marked_as_engineering_references(folder: Folder, write: Write) -> None:
+    write(test_mine="def test_it(target): pass")
+    result = folder.run("Echo", "test_mine.py")
+    report = json.loads((folder.path / ".adapt" / "report" / "report.json").read_text())
+    assert "engineering references" in report["performance_note"]
+    assert "not marketing metrics" in report["performance_note"]
+    last = next(line for line in result.outlines if "report" in line and " s, " in line)
+    assert last.startswith("engineering reference: ")
 
 
 def test_infinite_numbers_stay_readable(folder: Folder, write: Write) -> None:
