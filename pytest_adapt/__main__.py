@@ -29,7 +29,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"unknown command {arguments[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[arguments[0]]
-    result = importlib.import_module(module).main(list(arguments[1:]))
+    try:
+        result = importlib.import_module(module).main(list(arguments[1:]))
+    except OSError as error:  # a full disk, a directory that may not be written, a file where one should be
+        print(f"{arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{arguments[0]}: interrupted", file=sys.stderr)
+        return 130
     return int(result or 0)
 
 

@@ -57,6 +57,8 @@ class ModelHandle:
             return materialise(self.name, self._root)
         except ModelError as error:
             raise Verdict(Status.UNKNOWN, str(error), optional=not self._model.explicit) from None
+        except OSError as error:
+            raise Verdict(Status.ERROR, f"model {self.name} cannot be written below {self._root}: {error}") from None
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

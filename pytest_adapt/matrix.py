@@ -40,6 +40,18 @@ RESERVE = 128
 """Tokens of output that a deployment accepts beyond its longest context."""
 LEAST_CONTEXT = 512
 """Suites that have no context axis use prompts up to this length."""
+_COUNTS: Mapping[str, int] = {
+    "vocab_size": 8,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 0,
+    "num_key_value_heads": 0,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "n_routed_experts": 0,
+    "max_position_embeddings": 0,
+}
+"""Numbers of a user's config.json that prompts and layouts are made from, with their least values. Those of least
+value 0 may be absent; prompts leave out four special tokens, so that a smaller vocabulary has none."""
 
 
 @dataclass(frozen=True)
@@ -349,10 +361,16 @@ def _from_directory(word: str, names: list[str]) -> Model:
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise pytest.UsageError(f"--adapt-models: {file}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict):
         raise pytest.UsageError(f"--adapt-models: {file}: expected a JSON object, found {type(config).__name__}")
+    for key, least in _COUNTS.items():
+        value = config.get(key)
+        if (value is not None or least > 0) and (type(value) is not int or value < least):
+            raise pytest.UsageError(
+                f"--adapt-models: {file}: {key} is {value!r}, expected a number of at least {least}"
+            )
     name = "".join(char if char.isalnum() or char in "._-" else "_" for char in directory.name) or "model"
     return Model(name, None, directory, _boundaries(config), PRECISIONS, config, explicit=True)
 

@@ -200,6 +200,8 @@ def read_settings(config: pytest.Config) -> Settings:
     values["contexts"] = tuple(_context(text) for text in values["contexts"])
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
+    for name in ("report", "dump"):
+        _check_writable(f"--adapt-{name}", getattr(settings, name), Path(config.invocation_params.dir))
     return settings
 
 
@@ -310,6 +312,17 @@ def _context(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 1 << 24:
         raise pytest.UsageError(f"--adapt-contexts: {text!r} is not a number of tokens (1 to {1 << 24})")
     return int(text)
+
+
+def _check_writable(flag: str, value: str, start: Path) -> None:
+    """Refuse a directory that could not be made or written, before the run rather than after it."""
+    if not value:
+        return
+    path = (start / value).absolute()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "may not be written" if nearest.is_dir() else "is a file"
+        raise pytest.UsageError(f"{flag}={value}: {nearest} {what}; name a directory that can be made and written")
 
 
 def _check_goldens(settings: Settings, config: pytest.Config) -> None:

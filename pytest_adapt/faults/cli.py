@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_adapt.faults.registry import Fault, UnknownFault, catalogue, get
 from pytest_adapt.sites import layer_of
+from pytest_adapt.target.protocol import PRECISIONS
 
 __all__ = ["main"]
 
@@ -37,11 +38,16 @@ def main(arguments: Sequence[str]) -> int:
     except UnknownFault as error:
         print(error, file=sys.stderr)
         return 2
+    precisions = options.precisions.split(",")
+    unknown = [name for name in precisions if name not in PRECISIONS]
+    if unknown:
+        print(f"--precisions: {unknown[0]!r} is not allowed; allowed: {', '.join(PRECISIONS)}", file=sys.stderr)
+        return 2
     print(_ROW.format(id="fault", precision="", verdict="caught", named="first divergence", title="what was done"))
-    results = [_prove(fault, precision) for fault in chosen for precision in options.precisions.split(",")]
+    results = [_prove(fault, precision) for fault in chosen for precision in precisions]
     wanted = [right for right in results if right is not None]
     print(f"{sum(wanted)} of {len(wanted)} caught with the right layer and site")
-    return 0 if all(wanted) else 1
+    return 0 if wanted and all(wanted) else 1
 
 
 def _prove(fault: Fault, precision: str) -> bool | None:

@@ -205,7 +205,7 @@ class Record:
             with safe_open(str(path), framework="numpy") as file:
                 metadata = json.loads((file.metadata() or {}).get("adapt", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise RecordError(f"{path}: not a whole safetensors file ({error}); restore it or make it again") from error
         if not isinstance(metadata, dict) or not isinstance(metadata.get("key"), dict):
             raise RecordError(f"{path}: no metadata key 'adapt'; this is not a golden record")

@@ -82,7 +82,7 @@ def list_pending(folder: Path) -> list[Pending]:
         try:
             raw = json.loads(note.read_text(encoding="utf-8"))
             found.append(Pending(path=note.with_suffix(SUFFIX), **raw))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"{note}: not the note of a pending record ({error}); delete it") from error
     return found
 

@@ -126,7 +126,7 @@ class Store:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             entries = {str(entry["id"]): dict(entry) for entry in raw["records"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(
                 f"{path}: cannot be read as an index ({error!r}); restore it from version control"
             ) from error

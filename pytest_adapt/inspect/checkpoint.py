@@ -108,7 +108,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     try:
         raw = json.loads(index.read_text(encoding="utf-8"))
         found = raw["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise InspectError(f"{index}: is no weight index: {type(problem).__name__} {problem}") from None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise InspectError(f"{index}: weight_map must map tensor names to file names")
@@ -141,7 +141,7 @@ def _header(path: Path) -> Iterable[tuple[str, Stored]]:
                 for name, item in raw.items()
                 if name != "__metadata__"
             ]
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise InspectError(f"{path}: its header is damaged: {type(problem).__name__} {problem}") from None
 
 

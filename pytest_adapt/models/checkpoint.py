@@ -66,7 +66,7 @@ def is_complete(directory: Path, spec: str) -> bool:
         if marker["spec"] != spec:
             return False
         return all(_facts(directory / name) == facts for name, facts in marker["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

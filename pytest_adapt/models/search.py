@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pytest_adapt.models.entries import ModelError
 from pytest_adapt.target.protocol import Request, Target, TargetError
 
 __all__ = ["SELECTION", "Choice", "Found", "LastRows", "choice_of", "margin", "of_target", "save", "search"]
@@ -104,7 +105,10 @@ def search(
     """
     found = Found()
     if progress is not None and progress.is_file():
-        found = Found(**json.loads(progress.read_text(encoding="utf-8")))
+        try:
+            found = Found(**json.loads(progress.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as problem:
+            raise ModelError(f"{progress}: is no interrupted search ({problem}); delete it to begin anew") from None
     while len(found.tokens) < length:
         options = _candidates(seed, len(found.tokens), ids, candidates)
         prefix = tuple(found.tokens)

@@ -64,7 +64,7 @@ def slice_checkpoint(source: Path, target: Path, layers: Sequence[int], experts:
 def _json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{path}: cannot be read: {problem}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: holds {type(raw).__name__}, expected an object")
@@ -73,12 +73,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _experts(config: Mapping[str, Any], wanted: int | None) -> tuple[int, ...] | None:
     """Old numbers of the experts that stay, ascending; None where all do."""
-    count = next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0)
     if wanted is None:
         return None
-    if not count:
+    keys = [key for key in _EXPERT_COUNTS if config.get(key)]
+    if not keys:
         raise ModelError("the model has no experts: leave --experts out")
-    groups = config.get("n_group") or 1
+    for key in (keys[0], "n_group", "topk_group", "num_experts_per_tok"):
+        if config.get(key) is not None and (type(config[key]) is not int or config[key] < 1):
+            raise ModelError(f"config.json: {key} is {config[key]!r}, expected a number of at least 1")
+    count, groups = config[keys[0]], config.get("n_group") or 1
     if not 1 <= wanted <= count or wanted % groups:
         rule = f", a multiple of its {groups} groups" if groups > 1 else ""
         raise ModelError(f"{wanted} experts of {count}: expected 1 to {count}{rule}")
@@ -183,7 +186,7 @@ class _Header:
             self._start = 8 + size
             self._entries: dict[str, Any] = json.loads(self._file.read(size))
             self.names = [name for name in self._entries if name != "__metadata__"]
-        except (ValueError, TypeError) as problem:
+        except (ValueError, TypeError, RecursionError) as problem:
             self._file.close()
             raise ModelError(f"{path}: is no safetensors file: {problem}") from None
 

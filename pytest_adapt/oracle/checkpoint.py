@@ -150,7 +150,7 @@ class Checkpoint:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OracleError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise OracleError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -168,7 +168,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             if length > min(size - 8, _LARGEST_HEADER):
                 raise OracleError(f"{path}: header of {length} bytes in a file of {size}; truncated or not safetensors")
             header = json.loads(file.read(length).decode("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OracleError(f"{path}: cannot be read as safetensors ({error})") from error
     if not isinstance(header, dict):
         raise OracleError(f"{path}: safetensors header is not a JSON object")

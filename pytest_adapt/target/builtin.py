@@ -212,7 +212,7 @@ def _end_tokens(directory: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             value = json.loads((directory / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, RecursionError, AttributeError):
             continue
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])

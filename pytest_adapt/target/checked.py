@@ -4,15 +4,59 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
-from pytest_adapt.target.protocol import Request, Response, TargetError, TopK
+from pytest_adapt.target.protocol import OBSERVABLES, Info, Request, Response, TargetError, TopK
 
-__all__ = ["checked_response", "checked_responses", "decode_array", "encode_array"]
+__all__ = ["checked_info", "checked_response", "checked_responses", "decode_array", "encode_array"]
+
+
+_NOTHING = type(None)
+_WORDS: Mapping[type, str] = {_NOTHING: "None", Integral: "an integer", Real: "a number", str: "text"}
+_INFO: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "version": (str,),
+    "kind": (str,),
+    "features": (Mapping,),
+    "token_prompts": (bool,),
+    "max_context": (Integral,),
+    "vocab_size": (Integral,),
+    "sites": (tuple, list),
+    "rounds": (str,),
+    "router": (str,),
+    "environment": (Mapping,),
+    "load": (Mapping,),
+}
+_RESPONSE: Mapping[str, tuple[type, ...]] = {
+    "id": (str,),
+    "prompt_tokens": (Integral,),
+    "tokens": (Sequence, np.ndarray),
+    "finish": (str,),
+    "text": (str, _NOTHING),
+    "topk": (TopK, _NOTHING),
+    "taps": (Mapping,),
+    "first_row": (Integral,),
+    "cached_tokens": (Integral, _NOTHING),
+    "error": (str, _NOTHING),
+    "seconds": (Real, _NOTHING),
+}
+
+
+def checked_info(who: str, info: Info) -> Info:
+    """``info``; TargetError for a field of another type than the protocol's, or an unknown observable."""
+    _fields(f"{who}: info", info, _INFO)
+    names: Any = info.observables
+    if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= set(OBSERVABLES):
+        raise TargetError(f"{who}: info: observables is {_brief(names)}, expected some of {', '.join(OBSERVABLES)}")
+    for name, levels in info.features.items():
+        if not isinstance(levels, Sequence) or not all(isinstance(level, Integral) for level in levels):
+            raise TargetError(f"{who}: info: feature {name} is {_brief(levels)}, expected a list of settings (numbers)")
+    return info
 
 
 def checked_responses(who: str, responses: Iterable[object], requests: Sequence[Request]) -> Iterator[Response]:
@@ -21,6 +65,7 @@ def checked_responses(who: str, responses: Iterable[object], requests: Sequence[
     for response in responses:
         if not isinstance(response, Response):
             raise TargetError(f"{who}: run yielded {type(response).__name__}, expected a Response")
+        _fields(f"{who}: response", response, _RESPONSE)
         request = waiting.pop(response.id, None)
         if request is None:
             raise TargetError(f"{who}: answered id {response.id!r}, which is unknown or was answered before")
@@ -65,6 +110,10 @@ def checked_response(who: str, response: Response, request: Request) -> Response
         raise TargetError(
             f"{at}: {len(response.tokens)} tokens generated, at most {request.max_new_tokens} were asked for"
         )
+    given: Sequence[Any] = response.tokens
+    wrong = next((token for token in given if not isinstance(token, Integral)), None)
+    if wrong is not None:
+        raise TargetError(f"{at}: tokens holds {_brief(wrong)}, expected token ids")
     tokens = tuple(int(token) for token in response.tokens)
     return replace(response, tokens=tokens, logits=logits, scores=scores, topk=topk, taps=taps)
 
@@ -94,6 +143,19 @@ def encode_array(array: np.ndarray) -> dict[str, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     text = base64.b64encode(little.tobytes()).decode("ascii")
     return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": text}
+
+
+def _fields(at: str, value: object, kinds: Mapping[str, tuple[type, ...]]) -> None:
+    for name, allowed in kinds.items():
+        given = getattr(value, name)
+        if not isinstance(given, allowed):
+            expected = " or ".join(_WORDS.get(kind, kind.__name__) for kind in allowed)
+            raise TargetError(f"{at}: {name} is {_brief(given)}, expected {expected}")
+
+
+def _brief(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _array(at: str, name: str, value: object, dtype: type[np.generic], dimensions: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from pytest_adapt.target.checked import checked_responses, decode_array
+from pytest_adapt.target.checked import checked_info, checked_responses, decode_array
 from pytest_adapt.target.process import Child, log_path
 from pytest_adapt.target.protocol import (
     OBSERVABLES,
@@ -57,7 +57,7 @@ class JsonlTarget:
         self._command, self._settings = argument, settings
         self._child: Child | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue()
-        self._who = f"target jsonl:{argument}"
+        self._who = f"target jsonl:{_shown(argument)}"
 
     def open(self, deployment: Deployment) -> Info:
         self.close()
@@ -116,7 +116,7 @@ class JsonlTarget:
             self._dead(op)
         try:
             answer = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             self._fail(f"answered {op} with a line that is no JSON: {_shown(line.decode('utf-8', 'replace'))}")
         if not isinstance(answer, Mapping):
             self._fail(f"answered {op} with {_shown(answer)}, expected a JSON object")
@@ -142,7 +142,10 @@ class JsonlTarget:
         strange = sorted(map(str, values["observables"] - set(OBSERVABLES)))
         if strange:
             self._fail(f"info: observables has {', '.join(strange)}; known: {', '.join(OBSERVABLES)}")
-        return Info(**values)
+        try:
+            return checked_info(self._who, Info(**values))
+        except TargetError as error:
+            self._fail(str(error).removeprefix(f"{self._who}: "))
 
     def _response(self, given: Mapping[str, Any]) -> Response:
         values = dict(given)

@@ -64,6 +64,8 @@ class _Dialect:
     """Log-probabilities per position that it gives; 0 none."""
     prompt: str = ""
     """How it shows the prompt: prompt_logprobs, echo, echo_after (entry i belongs to row i), or not at all."""
+    left_out: int = -1
+    """Token id that its echo leaves out; -1 none."""
 
     @property
     def observables(self) -> frozenset[str]:
@@ -265,7 +267,26 @@ class OpenAITarget:
         before = _distance(entries[len(prompt) - 1], first)
         if math.isinf(min(there, before)) or min(there, before) > _ALIKE * max(there, before):
             return dialect
-        return replace(dialect, prompt="echo" if there < before else "echo_after")
+        if there < before:
+            return replace(dialect, prompt="echo")
+        return self._discover_left_out(replace(dialect, prompt="echo_after"), prompt)
+
+    def _discover_left_out(self, dialect: _Dialect, prompt: Sequence[int]) -> _Dialect:
+        """llama-cpp-python leaves begin tokens out of its echo."""
+        begin = self._served.begin
+        if begin < 0:
+            return dialect
+        inside = (prompt[0], begin, *prompt[2:])
+        try:
+            answer = self._complete(dialect, inside, 1)
+        except ValueError:
+            return dialect  # no text stands for it, so it will never be sent
+        if not answer.ok:
+            return dialect
+        choice = read_choice(self._who, answer.body)
+        entries = self._output(choice, dialect) or []
+        lacks = choice.prompt_tokens == len(inside) and len(entries) < len(inside)
+        return replace(dialect, left_out=begin) if lacks else dialect
 
     # Requests --------------------------------------------------------------------------------------------------
 
@@ -365,9 +386,7 @@ class OpenAITarget:
         entries = self._output(choice, asked)
         output = entries
         if entries is not None and asked.prompt.startswith("echo"):
-            # llama-cpp-python, whose echo shows what follows each token, leaves out every begin token.
-            left_out = self._served.begin if asked.prompt == "echo_after" else -1
-            entries = echoed_entries(who, choice, entries, request.prompt, left_out)
+            entries = echoed_entries(who, choice, entries, request.prompt, asked.left_out)
             output = entries[length:]
         tokens = self._generated(choice, output, base.text)
         if request.max_new_tokens:
@@ -401,7 +420,7 @@ class OpenAITarget:
         found: dict[int, Entry | None] = {}
         if asked.prompt == "echo_after":
             # With a begin token in front, llama-cpp-python drops it and thereby puts every row where it belongs.
-            late = int(sequence[0] == self._served.begin)
+            late = int(sequence[0] == asked.left_out)
             for position, entry in enumerate(entries):
                 found[position - late] = replace(entry, logprob=math.nan) if entry is not None else None
             return {row: entry for row, entry in found.items() if entry is not None}
@@ -480,7 +499,7 @@ def _constants(directory: Path) -> tuple[int, int, int]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{path} cannot be read: {error}; a model is a checkpoint directory") from error
     config = config if isinstance(config, dict) else {}
     inner = {**config, **config.get("text_config", {})}

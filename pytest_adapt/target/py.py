@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_adapt.target.checked import checked_responses
+from pytest_adapt.target.checked import checked_info, checked_responses
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PyTarget:
         wants = "settings" in inspect.signature(adapter).parameters
         try:
             self._target: Any = adapter(settings=settings) if wants else adapter()
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             self._refuse("its constructor", error)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,13 +45,13 @@ class PyTarget:
     def open(self, deployment: Deployment) -> Info:
         try:
             info = self._target.open(deployment)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             self._refuse("open", error)
         if not isinstance(info, Info):
             raise TargetError(
                 f"{self._who}: open returned {type(info).__name__}, expected pytest_adapt.target.protocol.Info"
             )
-        return info
+        return checked_info(self._who, info)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Response]:
         asked = list(requests)
@@ -60,16 +60,16 @@ class PyTarget:
     def close(self) -> None:
         try:
             self._target.close()
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             self._refuse("close", error)
 
     def _answers(self, requests: list[Request]) -> Iterator[object]:
         try:
             yield from self._target.run(requests)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             self._refuse("run", error)
 
-    def _refuse(self, where: str, error: Exception) -> NoReturn:
+    def _refuse(self, where: str, error: Exception | SystemExit) -> NoReturn:
         if isinstance(error, TargetError):
             raise error
         frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-_FRAMES:])).rstrip()

@@ -19,12 +19,12 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.target.protocol import PRECISIONS, TargetError
+from pytest_adapt.target.protocol import OBSERVABLES, PRECISIONS, TargetError
 from pytest_adapt.target.template import Template
 
 if TYPE_CHECKING:
@@ -301,9 +301,14 @@ def _python_defaults(spec: TargetSpec) -> TargetDefaults:
             "a target has open, run and close (docs/targets.md)"
         )
     given = getattr(adapter, "defaults", {})
-    given = given() if callable(given) else given
+    try:
+        given = given() if callable(given) else given
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        raise TargetError(f"target {spec.text!r}: defaults raised {type(error).__name__}: {error}") from error
     if isinstance(given, TargetDefaults):
         return given
+    if not isinstance(given, Mapping):
+        raise TargetError(f"target {spec.text!r}: defaults is {type(given).__name__}, expected a mapping")
     known = {item.name for item in fields(TargetDefaults)}
     wrong = sorted(set(given) - known)
     if wrong:
@@ -314,6 +319,10 @@ def _python_defaults(spec: TargetSpec) -> TargetDefaults:
     made = TargetDefaults(**values)
     if made.kind not in KINDS:
         raise TargetError(f"target {spec.text!r}: defaults kind {made.kind!r} is none of {', '.join(KINDS)}")
+    for key, allowed in (("precisions", PRECISIONS), ("shape_classes", SHAPE_CLASSES), ("observables", OBSERVABLES)):
+        names = getattr(made, key)
+        if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= set(allowed):
+            raise TargetError(f"target {spec.text!r}: defaults {key} is {names!r}, expected some of {allowed}")
     return made
 
 
@@ -321,7 +330,7 @@ def _load(path: str, who: str) -> object:
     module, _, name = path.partition(":")
     try:
         loaded = importlib.import_module(module)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything while it is imported
         raise TargetError(f"{who}: importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         return getattr(loaded, name)

@@ -66,7 +66,7 @@ def read_waivers(path: Path) -> Waivers:
     """Read a waiver file. Raises pytest.UsageError naming the file, the entry and the key."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise pytest.UsageError(f"adapt_waivers: {path}: {error}") from None
     entries = []
     listed = raw.get("waiver", [])

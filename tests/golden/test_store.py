@@ -50,7 +50,7 @@ def test_lookup(store: Store, record: Record, make: Any, tokens: Any) -> None:
         assert label in found.reason and "goldens make" in found.reason and "\n" not in found.reason
 
 
-@pytest.mark.parametrize("what", ["edited", "cut", "gone", "unlisted", "exchanged", "schema", "index", "twice"])
+@pytest.mark.parametrize("what", ["edited", "cut", "gone", "unlisted", "exchanged", "schema", "index", "deep", "twice"])
 def test_damage_is_named(store: Store, record: Record, make: Any, tokens: Any, what: str) -> None:
     path, index = store.path(record.key.id), store.directory / INDEX
     data = path.read_bytes()
@@ -70,11 +70,13 @@ def test_damage_is_named(store: Store, record: Record, make: Any, tokens: Any, w
         index.write_text(json.dumps(raw))
     elif what == "index":
         index.write_text("{")
+    elif what == "deep":
+        index.write_text("[" * 200_000)
     else:
         raw["records"] *= 2
         index.write_text(json.dumps(raw))
     fresh = Store(store.directory)
-    if what in ("index", "twice"):
+    if what in ("index", "deep", "twice"):
         with pytest.raises(StoreError, match="version control"):
             fresh.lookup(record.key)
         return

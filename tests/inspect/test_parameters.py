@@ -99,6 +99,7 @@ def test_damaged_headers_are_refused(tmp_path: Path) -> None:
         ((20).to_bytes(8, "little") + b"{", "truncated"),
         ((2).to_bytes(8, "little") + b"[]", "header is damaged"),
         ((9).to_bytes(8, "little") + b'{"a": {}}', "header is damaged"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "header is damaged"),
     ):
         file.write_bytes(content)
         with pytest.raises(InspectError, match=cause):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_adapt.models import catalogue, prompts
+from pytest_adapt.models import ModelError, catalogue, prompts
 from pytest_adapt.models.search import Choice, choice_of, margin, of_target, save, search
 from pytest_adapt.models.tokenizer import plain_ids
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
@@ -113,3 +113,11 @@ def test_shipped_prompts_reach_users(tmp_path: Path) -> None:
     entry = catalogue()["mixtral-odd"]
     (tmp_path / "config.json").write_text(json.dumps(dict(entry.config)))
     assert {"searched-0", "searched-1"} <= set(prompts(entry, tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 200_000, '{"seed": 3}', "[]"])
+def test_a_damaged_progress_file_is_named(content: str, tmp_path: Path) -> None:
+    progress = tmp_path / "partial.json"
+    progress.write_text(content)
+    with pytest.raises(ModelError, match=r"partial\.json: is no interrupted search"):
+        search(lambda rows: [], Choice(1), range(50), length=8, candidates=4, seed=3, progress=progress)

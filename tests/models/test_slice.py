@@ -85,3 +85,29 @@ def test_what_cannot_be_cut_is_named(tmp_path: Path) -> None:
     for text in ("", "3-1", "1,1", "-2"):
         with pytest.raises(ModelError):
             numbers_of(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[" * 200_000, "config.json: cannot be read: maximum recursion depth"),
+        ("config.json", '{"num_hidden_layers": 4, "num_experts": "x"}', "num_experts is 'x', expected a number"),
+        ("model-00001-of-00002.safetensors", "[" * 200_000, "model-00001-of-00002.safetensors: is no safetensors file"),
+    ],
+)
+def test_malformed_checkpoints_end_in_one_line(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = materialise("qwen3-moe-odd", tmp_path)
+    raw = content.encode()
+    (source / name).write_bytes(raw if name == "config.json" else len(raw).to_bytes(8, "little") + raw)
+    assert main(["models", "slice", str(source), str(tmp_path / "piece"), "--layers", "0", "--experts", "4"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_place_that_cannot_be_written_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("a file")
+    assert main(["models", "export", str(tmp_path / "taken"), "--models", "qwen3-moe-odd"]) == 1
+    assert capsys.readouterr().err.splitlines() == [f"models: [Errno 17] File exists: '{tmp_path / 'taken'}'"]

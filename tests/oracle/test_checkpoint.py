@@ -92,6 +92,11 @@ def _header(directory: Path, change: Callable[[dict[str, dict[str, object]]], No
 MALFORMED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json.*JSON"),
+    "config of brackets": (lambda d: (d / "config.json").write_text("[" * 200_000), "config.json.*recursion"),
+    "header of brackets": (
+        lambda d: (d / "part-0.safetensors").write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000),
+        "part-0.safetensors.*recursion",
+    ),
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json.*object"),
     "no weights": (lambda d: (d / "model.safetensors.index.json").unlink(), "neither model.safetensors.index.json"),
     "empty index": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map"),

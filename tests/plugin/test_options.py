@@ -55,6 +55,11 @@ def test_command_line_then_environment_then_ini_then_default(
             "neither a checkpoint directory nor in the catalogue (did you mean qwen3-moe-odd",
         ),
         (["--adapt-models=empty"], "config.json: cannot be read as JSON"),
+        (["--adapt-models=deep"], "config.json: cannot be read as JSON (maximum recursion depth"),
+        (["--adapt-models=wordless"], "config.json: vocab_size is None, expected a number of at least 8"),
+        (["--adapt-models=textual"], "config.json: num_attention_heads is 'many', expected a number of at least 0"),
+        (["--adapt-report=taken"], "taken is a file; name a directory that can be made and written"),
+        (["--adapt-dump=taken/below"], "taken is a file; name a directory that can be made and written"),
         (["--adapt-timeout=-1"], "--adapt-timeout='-1' is not a positive number of seconds"),
         (["--adapt-timeout=nan"], "--adapt-timeout='nan' is not a positive number of seconds"),
         (["--adapt-observables=tap"], "--adapt-observables: 'tap' is not allowed (did you mean taps?)"),
@@ -70,7 +75,15 @@ def test_command_line_then_environment_then_ini_then_default(
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_4(folder: Folder, args: list[str], message: str) -> None:
+    (folder.path / "taken").write_text("a file")
     (folder.path / "empty").mkdir()
+    for name, config in {
+        "deep": "[" * 200_000,
+        "wordless": "{}",
+        "textual": '{"vocab_size": 331, "num_attention_heads": "many"}',
+    }.items():
+        (folder.path / name).mkdir()
+        (folder.path / name / "config.json").write_text(config)
     result = folder.run("Echo", *args)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.errlines if line.startswith("ERROR:")]

@@ -112,8 +112,9 @@ def test_infinite_numbers_stay_readable(folder: Folder, write: Write) -> None:
 
 def test_a_report_that_cannot_be_written_is_a_warning(folder: Folder, write: Write) -> None:
     write(test_mine="def test_it(target): pass")
-    (folder.path / "taken").write_text("a file")
-    result = folder.run("Echo", "--adapt-report=taken", "test_mine.py")
+    (folder.path / ".adapt").mkdir(exist_ok=True)
+    (folder.path / ".adapt" / "report").write_text("a file")
+    result = folder.run("Echo", "test_mine.py")
     assert result.ret == 0
     assert "adapt: cannot write" in result.stdout.str()
 

@@ -90,6 +90,27 @@ def test_a_python_class_is_found_from_rootdir_and_says_what_it_can(rootdir: Path
     assert isinstance(spec.create(), Target)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit(0)", "importing spoiled failed: SystemExit: 0"),
+        ("defaults = 5", "defaults is int, expected a mapping"),
+        ("defaults = lambda: {}['x']", "defaults raised KeyError: 'x'"),
+        ("defaults = {'precisions': 'fp32'}", "defaults precisions is 'fp32', expected some of"),
+        ("defaults = {'observables': ['vibes']}", r"defaults observables is \('vibes',\), expected some of"),
+    ],
+)
+def test_a_python_module_that_misbehaves_is_named(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "spoiled", raising=False)
+    lines = ["class Target:", "    open = run = close = print", f"    {body}"]
+    (tmp_path / "spoiled.py").write_text("\n".join(lines))
+    with pytest.raises(TargetError, match=message):
+        resolve("py:spoiled:Target", rootdir=tmp_path)
+
+
 def test_a_template_says_which_axes_and_precisions_it_can_express() -> None:
     spec = resolve("cmd:serve {model} --port {port} -tp {tp} --dtype {dtype}")
     assert (spec.kind, spec.defaults.axes, spec.precisions) == ("endpoint", ("tp",), ("fp32", "bf16"))
