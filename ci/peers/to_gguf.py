@@ -128,7 +128,10 @@ def tokenizer(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Any]]:
     else:
         yield "tokenizer.ggml.scores", ARRAY, (F32_VALUE, [0.0] * size)
     yield "tokenizer.ggml.token_type", ARRAY, (I32, kinds)
-    for name in ("bos", "eos", "pad"):
+    # No begin token is added, so its id means nothing to the model; but llama-cpp-python leaves every token with that
+    # id out of its log-probabilities. The last id of the vocabulary is seldom used.
+    yield "tokenizer.ggml.bos_token_id", U32, size - 1
+    for name in ("eos", "pad"):
         value = checkpoint.config.get(f"{name}_token_id")
         if isinstance(value, int):
             yield f"tokenizer.ggml.{name == 'pad' and 'padding' or name}_token_id", U32, value

@@ -131,9 +131,9 @@ def good_completion(body: dict[str, Any]) -> dict[str, Any]:
     return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}}
 
 
-def text_completion(body: dict[str, Any], *, shifted: bool) -> Answer:
+def text_completion(body: dict[str, Any], *, shifted: bool, drops: bool = True) -> Answer:
     """What a text-only server answers. ``shifted`` is llama-cpp-python's echo: entry i is what follows token i, the
-    last token has none, begin tokens are left out, and a leading one shifts everything back."""
+    last token has none; where it ``drops`` begin tokens, a leading one shifts everything back."""
     if not isinstance(body["prompt"], str):
         return 422, "application/json", json.dumps({"detail": "prompt must be a string"}).encode()
     prompt, k, echo = ids_of(body["prompt"]), body.get("logprobs") or 0, bool(body.get("echo"))
@@ -142,8 +142,8 @@ def text_completion(body: dict[str, Any], *, shifted: bool) -> Answer:
     shown = list(range(len(fed))) if echo else list(range(len(prompt), len(fed)))  # positions with an entry
     source = {position: position - 1 for position in shown}  # the token whose successor the entry describes
     if echo and shifted:
-        late = int(prompt[0] == BEGIN)
-        source = {position: position - late for position in shown if fed[position] != BEGIN}
+        late = int(drops and prompt[0] == BEGIN)
+        source = {position: position - late for position in shown if not drops or fed[position] != BEGIN}
         source = {position: before for position, before in source.items() if before < len(fed) - 1}
     rows = [{fed[p]: -9.0, **(distribution(fed[q], k) if q >= 0 else {})} for p, q in source.items()]
     tops: list[Any] = [{text_of(token): value for token, value in row.items()} for row in rows]

@@ -75,11 +75,11 @@ def test_token_ids_and_prompt_logprobs_are_mapped_to_rows(server: Any, checkpoin
 @pytest.mark.parametrize(
     "prompt", [REQUEST.prompt, (5, 61, 9, 61, 4), (61, 5, 9, 4)], ids=["plain", "inside", "leading"]
 )
-@pytest.mark.parametrize("shifted", [False, True])
-def test_echo_is_read_in_both_conventions(
-    shifted: bool, prompt: tuple[int, ...], server: Any, checkpoint: Path
+@pytest.mark.parametrize(("shifted", "drops"), [(False, False), (True, False), (True, True)])
+def test_echo_is_read_in_every_convention(
+    shifted: bool, drops: bool, prompt: tuple[int, ...], server: Any, checkpoint: Path
 ) -> None:
-    server.complete = lambda body: server.text_only(body, shifted=shifted)
+    server.complete = lambda body: server.text_only(body, shifted=shifted, drops=drops)
     target = target_of(server)
     info = target.open(Deployment(str(checkpoint), precision="bf16"))
     assert not info.token_prompts
