@@ -91,6 +91,14 @@ def replaced(name: str, content: bytes | None) -> Maker:
     return make
 
 
+def as_directory(name: str) -> Maker:
+    def make(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return make
+
+
 def edited(name: str, change: Callable[[bytes], bytes]) -> Maker:
     def make(folder: Path) -> None:
         (folder / name).write_bytes(change((folder / name).read_bytes()))
@@ -153,7 +161,7 @@ class Target:
     defaults = {{"precisions": ["fp32"]}}
     def open(self, deployment):
         {open}
-        return Info(name="mine", version="1", observables=frozenset({{"logits", "text"}}), vocab_size=704)
+        return Info(name="mine", version="1", observables=frozenset({{"logits", "text"}}), vocab_size=331)
     def run(self, requests):
         for r in requests:
             rows = len(r.prompt) + max(0, r.max_new_tokens - 1)
@@ -164,7 +172,7 @@ class Target:
 """
 
 
-def adapter(open: str = "pass", run: str = "pass", logits: str = "np.zeros((rows, 704), 'f4')") -> Maker:
+def adapter(open: str = "pass", run: str = "pass", logits: str = "np.zeros((rows, 331), 'f4')") -> Maker:
     return replaced("mine.py", ADAPTER.format(open=open, run=run, logits=logits).encode())
 
 
@@ -174,7 +182,7 @@ def child(*answers: str) -> Maker:
     return replaced("child.py", code.encode())
 
 
-INFO = '{"info": {"name": "tiny", "observables": ["logits"], "vocab_size": 704}}'
+INFO = '{"info": {"name": "tiny", "observables": ["logits"], "vocab_size": 331}}'
 DEEP = b"[" * 200_000
 SERVER = "cmd[precisions=fp32]:"
 
@@ -195,7 +203,7 @@ def _checkpoint_rows() -> Iterator[Row]:
         ("a list", replaced("model/config.json", b"[1]"), r"config\.json.*object.*list"),
         ("200,000 brackets", replaced("model/config.json", DEEP), r"config\.json"),
         ("UTF-16", replaced("model/config.json", '{"a": 1}'.encode("utf-16")), r"config\.json"),
-        ("a directory", lambda f: ((f / "model/config.json").unlink(), (f / "model/config.json").mkdir())[1], "config"),
+        ("a directory", as_directory("model/config.json"), r"config\.json"),
         ("hidden_size is text", config(hidden_size="abc"), "hidden_size.*abc"),
         ("hidden_size < 0", config(hidden_size=-1), "hidden_size.*-1"),
         ("hidden_size 1e308", config(hidden_size=1e308), "hidden_size"),
@@ -348,7 +356,7 @@ def _target_rows() -> Iterator[Row]:
         ("open returns None", adapter(open="return None"), "NoneType"),
         ("run raises", adapter(run="{}['x']"), "KeyError"),
         ("run exits", adapter(run="raise SystemExit(0)"), "SystemExit"),
-        ("wrong rows", adapter(logits="np.zeros((rows + 1, 704), 'f4')"), "logits"),
+        ("wrong rows", adapter(logits="np.zeros((rows + 1, 331), 'f4')"), "logits"),
         ("text for an array", adapter(logits="'zeros'"), "logits"),
         ("answers None", adapter(run="yield None"), "NoneType|None"),
         ("stops early", adapter(run="return"), "stopped|answer"),
@@ -357,8 +365,8 @@ def _target_rows() -> Iterator[Row]:
         yield Row("py:", name, mine, says, make)
     predicts = (*judge("py:mine:Target", "--adapt-models=@/model"), "-k", "predictions_match")
     for name, make, says in (
-        ("wrong vocabulary", adapter(logits="np.zeros((rows, 7), 'f4')"), "7 columns, vocabulary of 704"),
-        ("NaN", adapter(logits="np.full((rows, 704), math.nan, 'f4')"), "values that are not finite"),
+        ("wrong vocabulary", adapter(logits="np.zeros((rows, 7), 'f4')"), "7 columns, vocabulary of 331"),
+        ("NaN", adapter(logits="np.full((rows, 331), math.nan, 'f4')"), "values that are not finite"),
     ):
         yield Row("py:", name, predicts, says, make)
     yield Row("py:", "hangs", (*mine, "--adapt-timeout=3"), "within 3 s", adapter(open="time.sleep(999)"))
@@ -377,7 +385,7 @@ def _target_rows() -> Iterator[Row]:
         ("brackets", child("[" * 200_000), "open with a line that is no JSON"),
         ("unknown key", child('{"info": {"name": "x", "colour": 1}}'), "info has colour"),
         ("observables a number", child('{"info": {"name": "x", "observables": 5}}'), "info: .*int"),
-        ("vocabulary is text", child(INFO.replace("704", '"many"')), "vocab_size"),
+        ("vocabulary is text", child(INFO.replace("331", '"many"')), "vocab_size"),
         ("response is a list", child(INFO, '{"response": [1]}'), "response"),
         ("array without shape", child(INFO, '{"response": {"id": "adapt-probe", "logits": {"dtype": "f4"}}}'), "shape"),
     ):

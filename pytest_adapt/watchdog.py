@@ -39,6 +39,9 @@ class Watchdog:
             except queue.Empty:
                 self.stop()
                 raise Hung(f"no answer within {seconds:.3g} s while waiting for {waiting_for()}") from None
+            except KeyboardInterrupt:  # closing the target must not queue behind the call that was interrupted
+                self.stop()
+                raise
             if kind == "end":
                 return
             if kind == "error":
