@@ -29,7 +29,7 @@ def first_divergence(state: ItemState) -> Divergence | None:
     oracle = getattr(state.reference, "oracle", None)
     if state.target is None or state.model is None or oracle is None or state.cell is None:
         return None
-    if state.target.kind != "engine" or "taps" not in state.target.info.observables:
+    if "taps" not in state.target.info.observables:
         return None
     for tapped in _tapped(state.target):
         for name, tokens in _prompts(state):

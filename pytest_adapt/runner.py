@@ -220,7 +220,8 @@ class Runner:
         if following is None or following.cell != state.cell:
             self.host.close()
         if self.host.fatal:
-            item.session.shouldstop = f"target {self.spec.text}: {self.host.fatal.partition(chr(10))[0]}"
+            cause, name = self.host.fatal.partition("\n")[0], f"target {self.spec.text}: "
+            item.session.shouldstop = name + cause.removeprefix(name)
             self.collector.fatal = self.host.fatal
         return result
 

@@ -30,8 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     prove.add_argument("--precisions", default="fp32,bf16", help="comma-separated (default: %(default)s)")
     options = parser.parse_args(list(arguments))
     if options.command == "list":
-        for fault in catalogue().values():
-            print(f"{fault.id:6}{fault.suite:13}{fault.site:23}{fault.report:34}{fault.title}")
+        rows = [("fault", "suite", "site", "report", "what is done")]
+        rows += [(fault.id, fault.suite, fault.site, fault.report, fault.title) for fault in catalogue().values()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return 0
     try:
         chosen = [get(identifier) for identifier in options.ids] or list(catalogue().values())

@@ -34,7 +34,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     found = clusters(cases)
     lines.append((str(climb(cases)), {"red": bool(found), "green": not found, "bold": True}))
     lines.append((counts_line(cases), {}))
-    if not any(case.status == "pass" for case in cases):
+    if not any(case.status in ("pass", "fail") for case in cases):
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
     if collector.runner.settings.goldens == "off":
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
@@ -45,7 +45,8 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
         label = "next command" if number == 1 else "repeat"
         lines.append((f"   {label}: {command(cluster.first)}", {}))
     if len(found) > _MOST_CLUSTERS:
-        lines.append((f"{len(found) - _MOST_CLUSTERS} more causes in the report", {}))
+        rest = len(found) - _MOST_CLUSTERS
+        lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
     missing = _not_shown(cases)
     if missing:
         lines.append((missing, {}))
@@ -104,5 +105,6 @@ def _not_shown(cases: list[CaseResult]) -> str:
             reasons[key] = reasons.get(key, 0) + 1
     ordered = sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = [f"{number} x {reason}" for reason, number in ordered[:3]]
-    more = f"; {len(ordered) - 3} more reasons in the report" if len(ordered) > 3 else ""
+    rest = len(ordered) - 3
+    more = f"; {rest} more reason{'s' if rest > 1 else ''} in the report" if rest > 0 else ""
     return "not judged: " + "; ".join(shown) + more if shown else ""

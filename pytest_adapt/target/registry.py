@@ -170,9 +170,8 @@ class Registry:
         missing = [module for module in entry.requires if importlib.util.find_spec(module) is None]
         if missing:
             way_out = f"; install it with: {entry.install}" if entry.install else ""
-            raise TargetError(
-                f"target {spec!r} needs the package {', '.join(missing)}, which is not installed{way_out}"
-            )
+            what = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+            raise TargetError(f"target {spec!r} needs {what}{way_out}")
         made = replace(_from_environment(), **settings)
         made = replace(made, options={**made.options, **options})
         resolved = TargetSpec(spec, name, argument, entry.adapter, entry.defaults, made)

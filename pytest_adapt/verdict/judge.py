@@ -378,7 +378,7 @@ class Judge:
             bound = row_error(emulation.largest)[row[0]] * math.sqrt(2.0)
             margins = [margin_below(record, int(row[0]), token) for token in pairs[different]]
             tied = bool(near_tie(max(margins), bound))
-            detail += f", {max(margins):.3g} nats below the best, error {bound:.3g}"
+            detail += f", {max(margins):.3g} nats below the best, where a healthy target errs by {bound:.3g}"
         self._add("agree.tokens", 0.0 if tied else 1.0, 0.0, tied, "text", what, position, different + 1, detail)
 
     def _match(
@@ -406,7 +406,8 @@ class Judge:
                 matches.ties += 1
                 continue
             at_least = "at least " if int(token) not in record.topk_ids[row] else ""
-            reason = f"token {int(token)} instead of {best}, {at_least}{margin:.3g} nats below it, error {error:.3g}"
+            reason = f"token {int(token)} instead of {best}, {at_least}{margin:.3g} nats below it, "
+            reason += f"where a healthy target errs by {error:.3g}"
             matches.wrong.append((prompt, int(record.positions[row]), reason))
 
     def _floor(self, record: Record, rows: np.ndarray, logprobs: np.ndarray | None = None) -> np.ndarray:

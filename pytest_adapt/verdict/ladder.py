@@ -51,6 +51,8 @@ class Ladder:
         return self.rungs[self.trusted] if self.trusted < len(self.rungs) else None
 
     def __str__(self) -> str:
+        if not self.trusted and self.rungs[0].state == "empty":
+            return f"trust begins with rung 1 ({self.rungs[0].name}), where nothing was judged"
         if not self.trusted:
             head = "not trusted on any rung"
         else:

@@ -114,6 +114,7 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
         ]
     rms, rms_budget = comparison.rms()
     largest, largest_budget, prompt, position = comparison.largest()
+    position, before = _first_over(comparison, prompt, position)
     interval = comparison.interval()
     detail = f"rms over {comparison.positions} rows, nats"
     if interval is not None:
@@ -129,19 +130,21 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
             budget=largest_budget,
             ok=largest <= largest_budget,
             prompt=prompt,
-            position=_first_over(comparison, prompt, position),
-            detail="largest error, nats",
+            position=position,
+            detail=f"largest error, nats{before}",
         ),
     ]
 
 
-def _first_over(comparison: Comparison, prompt: str, position: int) -> int:
-    """First position of the prompt whose largest error is over its budget; the given one when none is."""
+def _first_over(comparison: Comparison, prompt: str, position: int) -> tuple[int, str]:
+    """First position of the prompt whose largest error is over its budget (or the given one), and what precedes."""
     for rows, budget in zip(comparison.rows, comparison.row_budgets(), strict=True):
         over = np.flatnonzero(rows.largest > budget)
         if rows.prompt == prompt and len(over):
-            return int(rows.positions[over[0]])
-    return position
+            first = int(over[0])
+            agree = f"the {first} rows before this one agree" if first > 1 else "only the row before this one agrees"
+            return int(rows.positions[first]), f"; {agree}" if first else "; wrong from the first row on"
+    return position, ""
 
 
 def judge_matches(key: tuple[str, str], found: Matches) -> Measurement:

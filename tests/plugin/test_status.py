@@ -88,6 +88,11 @@ def test_ladder(cases: list[CaseResult], trusted: int, state: str | None) -> Non
     assert (f"rung {trusted} of 8" in str(ladder)) == bool(trusted)
 
 
+def test_a_run_that_left_the_lowest_rung_out_does_not_say_distrust() -> None:
+    assert str(climb([case("correct", "pass")])) == "trust begins with rung 1 (loads), where nothing was judged"
+    assert str(climb([case("loads", "fail")])) == "not trusted on any rung; rung 1 (loads) is red"
+
+
 def test_rungs_of_suites() -> None:
     assert set(SUITE_RUNGS.values()) <= {*RUNGS, ""}
     assert rung_of("determinism", None) == "consistent"

@@ -38,6 +38,13 @@ def test_a_run_in_which_nothing_passed_is_not_green(folder: Folder, write: Write
     assert "nothing was judged" in result.stdout.str()
 
 
+def test_a_run_in_which_everything_failed_was_judged(folder: Folder, write: Write) -> None:
+    write(test_mine="def test_bad(target): assert False, 'bad'")
+    result = folder.run("SingleOnly", FP32, "test_mine.py")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "nothing was judged" not in result.stdout.str().replace("where nothing was judged", "")
+
+
 @pytest.mark.parametrize("xdist", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["alone", "xdist"])
 def test_a_target_that_never_opens_ends_the_run_with_4(folder: Folder, write: Write, xdist: tuple[str, ...]) -> None:
     write(test_mine=THREE)

@@ -197,3 +197,40 @@ def test_a_model_that_is_not_installed_counts_only_when_it_was_named(folder: Fol
         "passed": 1,
         "failed": 1,
     }
+
+
+TAPPED = """
+    import numpy as np
+    from targets import VOCAB, Info, Response, Wrong
+
+    class Tapped(Wrong):
+        defaults = {"kind": "endpoint", "observables": ("taps", "logits", "text")}
+
+        def open(self, deployment):
+            super().open(deployment)
+            return Info("tapped", "1", "endpoint", frozenset({"taps", "logits", "text"}), vocab_size=VOCAB)
+
+        def run(self, requests):
+            for request, response in zip(requests, super().run(requests)):
+                fed = (*request.prompt, *response.tokens[:-1])
+                norm = self.oracle.run(fed, record=("final.norm",)).sites["final.norm"]
+                response.taps = {"final.norm": np.asarray(norm, np.float32), "logits": response.logits}
+                yield response
+"""
+
+
+def test_an_endpoint_that_shows_taps_is_told_where_it_broke(folder: Folder, write: Write) -> None:
+    write(tapped=TAPPED)
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(needs=("logits",))
+        def test_predictions(target, model, precision, reference, judge):
+            name, tokens = next(iter(model.prompts(16).items()))
+            judge.against_record(name, target.score(tokens), reference.record(name, tokens))
+        """
+    )
+    result = folder.run_bare("--adapt-target=py:tapped:Tapped", "--adapt-profile=smoke", FP32, "test_mine.py")
+    assert result.ret == 1
+    (case,) = folder.report()["cases"]
+    assert case["divergence"]["site"] == "logits"
