@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ MARKER = "adapt.json"
 
 StoredTensor = tuple[str, str, tuple[int, ...], bytes]
 """Name, safetensors dtype tag, shape, little-endian bytes."""
+_ABANDONED = 24 * 3600.0
+"""Seconds after which nobody still writes into a scratch directory: a model takes minutes."""
 
 
 def materialise_entry(entry: ModelEntry, root: Path) -> Path:
@@ -33,6 +37,7 @@ def materialise_entry(entry: ModelEntry, root: Path) -> Path:
     if is_complete(target, spec_hash(entry)):
         return target
     root.mkdir(parents=True, exist_ok=True)
+    _sweep(root, entry.name)
     scratch = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=root))
     try:
         fresh = scratch / "new"
@@ -57,6 +62,14 @@ def materialise_entry(entry: ModelEntry, root: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _sweep(root: Path, name: str) -> None:
+    """Remove what processes that were killed while they wrote this model left behind, once nobody can still write."""
+    for left in root.glob(f".{name}-*"):
+        with contextlib.suppress(OSError):  # another process is sweeping too
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def is_complete(directory: Path, spec: str) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -162,3 +164,14 @@ def test_prompts_stay_inside_vocabulary_and_context(entry: ModelEntry, root: Pat
             if length <= 4096:
                 assert found[f"boundary-{length}"] == longest[:length]
     assert prompts(entry, materialise(entry.name, root)) == found
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    old, young = tmp_path / ".qwen3-moe-odd-old", tmp_path / ".qwen3-moe-odd-young"
+    for folder in (old, young):
+        (folder / "new").mkdir(parents=True)
+    long_ago = time.time() - 2 * 24 * 3600
+    os.utime(old, (long_ago, long_ago))
+    materialise("qwen3-moe-odd", tmp_path)
+    assert not old.exists()
+    assert young.exists()
