@@ -359,7 +359,7 @@ def _target_rows() -> Iterator[Row]:
         ("wrong rows", adapter(logits="np.zeros((rows + 1, 331), 'f4')"), "logits"),
         ("text for an array", adapter(logits="'zeros'"), "logits"),
         ("answers None", adapter(run="yield None"), "NoneType|None"),
-        ("stops early", adapter(run="return"), "stopped|answer"),
+        ("stops early", adapter(run="return"), "were never answered"),
         ("answers twice", adapter(run="yield Response(r.id, 1)"), "answered|logits|tokens|prompt"),
     ):  # fmt: skip
         yield Row("py:", name, mine, says, make)
@@ -392,7 +392,7 @@ def _target_rows() -> Iterator[Row]:
         yield Row("jsonl:", name, loads(f"jsonl:{shlex.quote(sys.executable)} @/child.py"), says, make, short)
     for name, line, says in (
         ("dies", "sh -c 'echo out of memory; exit 7' {model} {port}", "status 7"),
-        ("never healthy", "sleep 600 {model} {port}", "ADAPT_START_TIMEOUT"),
+        ("never healthy", "sleep 600; : {model} {port}", "ADAPT_START_TIMEOUT"),
         ("no such program", "nosuchserver {model} {port}", "status 127"),
         ("file server", "{python} -m http.server {port} -b 127.0.0.1 -d {model}", "not healthy"),
     ):

@@ -202,6 +202,13 @@ def read_settings(config: pytest.Config) -> Settings:
     _check_goldens(settings, config)
     for name in ("report", "dump"):
         _check_writable(f"--adapt-{name}", getattr(settings, name), Path(config.invocation_params.dir))
+    if not hasattr(config, "workerinput"):
+        for name, meant in unknown_variables(os.environ).items():
+            hint = f"; did you mean {meant}?" if meant else ""
+            # Not only in the header: -q hides it, and a mistyped variable changes what is judged.
+            config.issue_config_time_warning(
+                pytest.PytestWarning(f"adapt: nothing reads the variable {name}{hint}"), stacklevel=2
+            )
     return settings
 
 

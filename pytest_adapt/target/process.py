@@ -30,7 +30,10 @@ class Child:
     """
 
     def __init__(self, line: str, log: Path, *, piped: bool = False, grace: float = 10.0) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TargetError(f"no log of {line!r} can be written: {error}") from error
         self.line, self.log, self._grace = line, log, grace
         read, self._lifeline = os.pipe()
         try:

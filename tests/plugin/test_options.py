@@ -138,6 +138,8 @@ def test_header_names_target_profile_and_every_variable(folder: Folder, monkeypa
     assert "ADAPT_API_KEY=***" in header[1]
     assert "ADAPT_CONCURRENCY=3" in header[1]
     assert "ADAPT_PROFIL (unknown, did you mean ADAPT_PROFILE?)" in header[1]
+    quiet = folder.run_bare(*("--adapt-target=py:targets:Echo", "-q", "--co", "."))
+    assert "nothing reads the variable ADAPT_PROFIL; did you mean ADAPT_PROFILE?" in quiet.stdout.str()
     text = result.stdout.str()
     assert "hunter2" not in text
     assert "x-secret" not in text
