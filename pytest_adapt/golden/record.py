@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -192,7 +193,8 @@ class Record:
         metadata = {**self._content_metadata(), "digest": self.digest()}
         data = save(self.tensors(), metadata={"adapt": json.dumps(metadata, sort_keys=True, separators=(",", ":"))})
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
+        # Of this process alone: under xdist several may write the same record at once.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         partial.write_bytes(data)
         partial.replace(path)
 

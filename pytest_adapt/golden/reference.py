@@ -5,6 +5,7 @@ A reference answers `record(prompt, tokens)` for any token sequence. It never sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,7 +111,8 @@ class OracleReference:
             except RecordError:
                 pass  # a torn cache file is made again, below
         record = make_record(self.oracle, key, tokens, precisions)
-        record.save(path)
+        with contextlib.suppress(OSError):  # a place that cannot be written costs time, not the verdict
+            record.save(path)
         return record
 
 

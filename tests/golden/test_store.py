@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pytest_adapt.golden.diff import compare, invisible
 from pytest_adapt.golden.lint import drift, orphans, verify
 from pytest_adapt.golden.make import environment, provenance
 from pytest_adapt.golden.record import Record, RecordError
-from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, carriers
+from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, OracleReference, carriers
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
 
@@ -361,3 +362,18 @@ def test_the_shipped_records_are_whole_and_witnessed() -> None:
         assert entry["provenance"]["witness"]["use_of_budget"] <= 1.0
         assert entry["provenance"]["environment"]["numpy"]
     assert sum(path.stat().st_size for path in store.files().values()) < 15e6
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(live: OracleReference, tokens: Any, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    uncached = replace(live, cache=tmp_path / "taken" / "below", _kept={})
+    assert uncached._cached("p", tokens(6), ()).tokens.tolist() == list(tokens(6))
+
+
+def test_two_processes_may_write_one_record(record: Record, tmp_path: Path) -> None:
+    """The name of the partial file is this process's own: another's, half written, is not touched."""
+    path = tmp_path / "a.safetensors"
+    for name in (f"{path.name}.partial", f"{path.name}.{os.getpid() + 1}.partial"):
+        (tmp_path / name).mkdir()
+    record.save(path)
+    assert Record.load(path).digest() == record.digest()
