@@ -24,6 +24,19 @@ class DeploymentScheduling(LoadScopeScheduling):  # type: ignore[misc]
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
+    def remove_node(self, node: Any) -> str | None:
+        """The item that a worker died in, if any. It is not run again: it would kill the next worker, or hide that it
+        killed this one."""
+        units = self.assigned_work.get(node, {}).values()
+        pending = [(unit, nodeid) for unit in units for nodeid, completed in unit.items() if not completed]
+        if not pending:
+            super().remove_node(node)
+            return None
+        unit, crashed = pending[0]
+        unit[crashed] = True
+        super().remove_node(node)
+        return str(crashed)
+
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 

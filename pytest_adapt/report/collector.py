@@ -10,7 +10,7 @@ import pytest
 
 from pytest_adapt.items import CASE, case_from_json, peak_bytes
 from pytest_adapt.options import shown_variables
-from pytest_adapt.verdict.result import CaseResult
+from pytest_adapt.verdict.result import CaseResult, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
@@ -59,9 +59,30 @@ class Collector:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         text = getattr(report, CASE, None)
         if text is not None:
-            case = case_from_json(text)
-            self.cases.append(case)
-            self.runner.config.hook.pytest_adapt_case_finished(case=case)
+            self._finished(case_from_json(text))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """An xdist worker died: the item that it ran has no verdict of its own."""
+        from pytest_adapt.scheduler import scope_of
+        from pytest_adapt.verdict.ladder import rung_of
+
+        model, *cell = scope_of(crashitem).rsplit("-", 2)
+        if len(cell) == 2:  # else it is no test of a deployment
+            suite = crashitem.partition("/")[0]
+            self._finished(
+                CaseResult(
+                    case=crashitem,
+                    status=Status.ERROR,
+                    suite=suite,
+                    rung=rung_of(suite, None),
+                    model=model,
+                    layout=cell[0],
+                    precision=cell[1],
+                    reason=f"the process that ran it died: {report.longrepr}",
+                    nodeid=crashitem,
+                )
+            )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -94,6 +115,10 @@ class Collector:
 
         if self.cases or self.fatal:
             write_summary(terminalreporter, self)
+
+    def _finished(self, case: CaseResult) -> None:
+        self.cases.append(case)
+        self.runner.config.hook.pytest_adapt_case_finished(case=case)
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""

@@ -102,3 +102,26 @@ def test_an_explicit_distribution_is_left_alone(folder: Folder, write: Write) ->
     assert "scheduling tests via LoadFileScheduling" in result.stdout.str()
     result = folder.run_subprocess(*args, *XDIST, "-v")
     assert "scheduling tests via DeploymentScheduling" in result.stdout.str()
+
+
+def test_an_item_that_kills_its_worker_is_an_error_and_is_not_run_again(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import os, pathlib
+
+        def test_kills(target):
+            with open(pathlib.Path(__file__).with_name("kills.log"), "a") as log:
+                log.write("x")
+            os._exit(9)
+
+        def test_other(target): target.generate((1, 2), 3)
+        """
+    )
+    args = ("--adapt-target=py:targets:Echo", "--adapt-models=qwen3-moe-odd", "--adapt-precisions=fp32", "test_mine.py")
+    result = folder.run_subprocess(*args, *XDIST)
+    assert result.ret == 1
+    assert (folder.path / "kills.log").read_text() == "x"
+    found = {one["case"].partition("::")[2].partition("[")[0]: one for one in folder.report()["cases"]}
+    assert {name: one["status"] for name, one in found.items()} == {"test_kills": "error", "test_other": "pass"}
+    assert found["test_kills"]["reason"].startswith("the process that ran it died: worker 'gw")
+    assert (found["test_kills"]["model"], found["test_kills"]["precision"]) == ("qwen3-moe-odd", "fp32")
