@@ -200,9 +200,8 @@ class GoldenReference:
     def _stored(self, prompt: str, tokens: Sequence[int]) -> Record:
         key = self.live.key(prompt, tokens, self.spec_hash)
         found = [store.lookup(key) for store in self.stores]
-        best = next((one for one in found if one.status == "ok"), None) or next(
-            (one for one in found if one.status != "missing"), None
-        )
+        # The first store that knows the record decides: a damaged or stale one is never replaced by another silently.
+        best = next((one for one in found if one.status != "missing"), None)
         status = best.status if best is not None else "missing"
         if best is not None and best.record is not None and status == "ok" and self.mode != "update":
             return best.record

@@ -242,6 +242,20 @@ def test_own_store_comes_first(prompts: Any, live: Any, store: Store, record: Re
     assert own.entries[record.key.id]["kind"] == "observed"
 
 
+@pytest.mark.parametrize("how", ["damaged", "gone", "stale"])
+def test_a_bad_own_record_is_never_replaced_by_another_store(
+    prompts: Any, live: Any, store: Store, record: Record, tmp_path: Path, how: str
+) -> None:
+    own = Store(tmp_path / "own")
+    own.write(replace(record, key=replace(record.key, spec_hash="older")) if how == "stale" else record, WHY)
+    if how != "stale":
+        path = own.path(record.key.id)
+        path.unlink() if how == "gone" else path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(GoldenProblem, match=record.key.id) as caught:
+        GoldenReference(live, (own, store), prompts, "spec").record("p", prompts["p"])
+    assert caught.value.status == ("stale" if how == "stale" else "fail")
+
+
 # Review -----------------------------------------------------------------------------------------------------------
 
 
