@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pytest_adapt.oracle.rounding import round_bf16
+from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
+from pytest_adapt.verdict.localise import _widening
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -331,3 +334,36 @@ def test_a_low_precision_router_needs_to_be_declared(bench: Any, router: str, se
     judge.against_sites("prompt", model.answer(tokens, "bf16", forced={site: low}), model.oracle, tokens)
     assert bool(judge.failures()) is seen
     assert (judge.divergence is not None and judge.divergence.site == site) is seen
+
+
+def norms(width: int, rows: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(exact, as the emulation rounds it, as an engine may round it) of an RMS norm in float32."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, width)).astype(np.float32)
+    weight = (random.integers(16, 80, width) * random.choice([-1, 1], width) / 32).astype(np.float32)
+    exact = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=1, keepdims=True)) * weight
+    step_by_step = np.cumsum(x * x, axis=1, dtype=np.float32)[:, -1:] / np.float32(width)
+    lanes = (x * x).reshape(rows, -1, 4).sum(axis=1, dtype=np.float32).sum(axis=1, keepdims=True) / np.float32(width)
+    emulated = x * (np.float32(1) / np.sqrt(step_by_step)) * weight
+    for other in (x * (np.float32(1) / np.sqrt(lanes)) * weight, x / np.sqrt(lanes) * weight):
+        assert other.dtype == np.float32
+        yield exact, emulated, other
+
+
+@pytest.mark.parametrize("seed", [5494, 15464, 24438, 29629])  # the worst of 40,000
+def test_a_norm_may_form_its_root_in_another_way(seed: int) -> None:
+    """The rows of a short prompt share few errors of their roots: where the emulation was lucky, others were not."""
+    healthy = _widening("layer.0.attn.kv_a_norm", "eager", "fp32")
+    alarms = {1.0: 0, healthy: 0}
+    for exact, emulated, other in norms(28, 22, seed):
+        scale = np.sqrt(np.mean(exact**2, axis=1, keepdims=True))
+        errors, yard = (other - exact) / scale, (emulated - exact) / scale
+        rows = Rows.of_elements("p", np.arange(22), errors, yard, ulp(exact, "fp32") / scale)
+        for widen in alarms:
+            value, budget, _, _ = Comparison(widen=widen, rows=[rows]).largest()
+            alarms[widen] += value > budget
+    assert alarms == {1.0: 1, healthy: 0}
+
+
+def test_a_norm_gets_no_room_in_16_bits() -> None:
+    assert _widening("layer.0.attn.kv_a_norm", "eager", "bf16") == 1.0, "the root is float32 there as well"
