@@ -172,7 +172,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise OracleError(f"{path}: cannot be read as safetensors ({error})") from error
     if not isinstance(header, dict):
         raise OracleError(f"{path}: safetensors header is not a JSON object")
-    header.pop("__metadata__", None)
+    if not isinstance(header.pop("__metadata__", {}), dict):
+        raise OracleError(f"{path}: header key '__metadata__' is not a JSON object")
     return {name: _entry_of(path, name, fields, 8 + length, size) for name, fields in header.items()}
 
 

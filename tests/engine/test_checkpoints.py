@@ -83,6 +83,10 @@ def absurd_header_length(directory: Path) -> tuple[str, ...]:
     return path.name, "absurd"
 
 
+def metadata_no_object(directory: Path) -> tuple[str, ...]:
+    return patch_header(directory, UP, lambda header: header.update(__metadata__=[1])), "__metadata__"
+
+
 def header_not_json(directory: Path) -> tuple[str, ...]:
     path = directory / mapping(directory)[UP]
     raw = bytearray(path.read_bytes())

@@ -97,6 +97,10 @@ MALFORMED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "part-0.safetensors").write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000),
         "part-0.safetensors.*recursion",
     ),
+    "metadata a list": (
+        lambda d: _header(d, lambda h: h.update({"__metadata__": [1]})),  # type: ignore[dict-item]
+        "part-0.safetensors.*__metadata__",
+    ),
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json.*object"),
     "no weights": (lambda d: (d / "model.safetensors.index.json").unlink(), "neither model.safetensors.index.json"),
     "empty index": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map"),

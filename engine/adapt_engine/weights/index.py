@@ -156,7 +156,9 @@ def read_header(path: Path) -> list[TensorEntry]:
         raise CheckpointError(f"{path}: header is not valid JSON ({problem})") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header holds {type(header).__name__}, expected an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: header key '__metadata__' must be an object of text values")
     entries = [_entry(path, name, item, 8 + length) for name, item in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     _check_tiling(path, entries, 8 + length, size)
