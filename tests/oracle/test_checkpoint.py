@@ -98,7 +98,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], object], str]] = {
         "part-0.safetensors.*recursion",
     ),
     "metadata a list": (
-        lambda d: _header(d, lambda h: h.update({"__metadata__": [1]})),  # type: ignore[dict-item]
+        lambda d: _header(d, lambda h: h.update(json.loads('{"__metadata__": [1]}'))),
         "part-0.safetensors.*__metadata__",
     ),
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json.*object"),
