@@ -224,7 +224,8 @@ def no_weights(directory: Path) -> tuple[str, ...]:
 
 
 DAMAGES: tuple[Damage, ...] = (
-    truncated_tail, truncated_header, empty_file, absurd_header_length, metadata_no_object, header_not_json, trailing_bytes, missing_file,
+    truncated_tail, truncated_header, empty_file, absurd_header_length, metadata_no_object,
+    header_not_json, trailing_bytes, missing_file,
     missing_tensor, missing_from_index_and_file, stale_copy, surplus_tensor, unindexed_tensor, wrong_shape,
     integer_weight, quantised_weight, not_a_number, infinity, unknown_dtype, negative_shape,
     overlapping_offsets, span_too_short,
