@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_adapt.oracle import Oracle
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
@@ -334,6 +335,26 @@ def test_a_low_precision_router_needs_to_be_declared(bench: Any, router: str, se
     judge.against_sites("prompt", model.answer(tokens, "bf16", forced={site: low}), model.oracle, tokens)
     assert bool(judge.failures()) is seen
     assert (judge.divergence is not None and judge.divergence.site == site) is seen
+
+
+def test_a_low_precision_router_rounds_its_weight_and_its_logits(bench: Any, damaged: Any) -> None:
+    """Weights that the format cannot hold err once, the logits that come of them again: one budget covers both."""
+    model = bench("qwen3-moe-odd")
+
+    def off_the_grid(name: str) -> Any:
+        noise = np.random.default_rng(0).uniform(-(2**-8), 2**-8, model.oracle.checkpoint.shape(name))
+        return lambda values: values[name] * (1.0 + noise)
+
+    gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)]
+    off_grid = damaged(model.directory, {name: off_the_grid(name) for name in gates})
+    tokens = model.tokens(TOKENS)
+    answer = model.answer(tokens, "bf16", off_grid)
+    for layer in (0, 2, 3):
+        site = f"layer.{layer}.moe.router.logits"
+        forced = {site: round_bf16(np.asarray(answer.taps[site], np.float32))}
+        judge = Judge("bf16", router="eager")
+        judge.against_sites("prompt", model.answer(tokens, "bf16", off_grid, forced=forced), Oracle(off_grid), tokens)
+        assert not judge.failures(), judge.message()
 
 
 def norms(width: int, rows: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
