@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt import sites
+from pytest_adapt.oracle import Checkpoint, OracleError
 from pytest_adapt.target.protocol import (
     Deployment,
     Info,
@@ -400,5 +401,9 @@ def _refusal(directory: Path, error: Exception) -> TargetError:
     """One line for whatever transformers raised on a checkpoint."""
     text = " ".join(str(error).split())
     line = f"transformers refuses {directory}: {type(error).__name__}: {text[:300]}"
+    try:
+        Checkpoint(directory)
+    except OracleError as found:  # names the file, which transformers seldom does
+        line += f" ({found})"
     unknown = "model type" in text and "recognize" in text or "Unrecognized" in text
     return UnsupportedDeployment(line) if unknown else TargetError(line)
