@@ -65,7 +65,13 @@ class References:
             return self._target(model, precision, live)
         if model.entry is None:
             return live
-        return self._golden(model, live)
+        from pytest_adapt.golden.reference import GoldenProblem
+        from pytest_adapt.golden.store import StoreError
+
+        try:
+            return self._golden(model, live)
+        except StoreError as error:
+            raise GoldenProblem("fail", str(error)) from None
 
     def _live(self, model: ModelHandle) -> OracleReference:
         from pytest_adapt.golden.reference import OracleReference

@@ -234,3 +234,18 @@ def test_an_endpoint_that_shows_taps_is_told_where_it_broke(folder: Folder, writ
     assert result.ret == 1
     (case,) = folder.report()["cases"]
     assert case["divergence"]["site"] == "logits"
+
+
+def test_an_index_of_records_that_cannot_be_read_is_a_verdict(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        def test_it(target, model, reference, judge): pass
+        """
+    )
+    (folder.path / "store").mkdir()
+    (folder.path / "store" / "index.json").write_text("[3]")
+    args = ("--adapt-goldens-dir=store", "--adapt-models=qwen3-moe-odd", "--adapt-precisions=fp32", "test_mine.py")
+    assert folder.run("Echo", *args).ret == 1
+    (case,) = folder.report()["cases"]
+    assert case["status"] == "fail"
+    assert "index.json: cannot be read as an index" in case["reason"]
