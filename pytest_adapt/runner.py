@@ -378,7 +378,10 @@ class Runner:
         if proposed:
             raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
         if judge is not None and not sum(one.compared for one in judge.measurements):
-            raise Verdict(Status.ERROR, "the test compared nothing: no prompt fitted, or no row could be judged")
+            raise Verdict(
+                Status.ERROR,
+                "the test compared nothing: the judge was not asked, or no prompt fitted, or no row was certain",
+            )
 
     def _localise(self, state: ItemState) -> None:
         failures = state.judge.failures()
