@@ -36,6 +36,15 @@ SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json
 RECORD = f"{MODEL}.random-37.exact.safetensors"
 _CRASH = re.compile(r"Traceback \(most recent call last\)|INTERNALERROR|^\S+\.py:\d+: \w+(?:Error|Exception)\b", re.M)
 _LONGEST = 800
+_HEADING = """# Malformed inputs
+
+    python ci/malformed.py --markdown docs/malformed.md
+
+gives each of these to the public commands and prints what came back. A row misbehaves, and fails the command, when the
+input passes, the process is killed or is still running at its limit, a traceback shows, or no line names the thing.
+Exit codes: 1 a finding, 2 wrong usage of a command, 4 wrong usage of pytest or a target that cannot be used. `@` is the
+row's own folder; seconds are of one run on two shared cores.
+"""
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,7 @@ def _record_rows() -> Iterator[Row]:
         (
             "renamed",
             lambda f: (f / "store" / RECORD).replace(f / "store" / RECORD.replace("37", "150")),
-            r"random-(37|150)",
+            rf"{MODEL}\.random-(37|150)",
         ),
     ):
         yield Row("record", name, command("goldens", "--store", "@/store", "verify"), says, make, limit=300)
@@ -545,7 +554,7 @@ def tried(row: Row, folder: Path, checkpoint: Path, store: Path) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it there as a page")
     options = parser.parse_args()
     from pytest_adapt.golden.store import shipped_store
     from pytest_adapt.models import materialise
@@ -570,7 +579,7 @@ def main() -> int:
             table.append(f"| {title} | {found.code} | {found.seconds:.1f} | `{shown[:200].replace('|', '/')}` |")
     print(f"{len(table) - 2} inputs, {failed} misbehave")
     if options.markdown:
-        options.markdown.write_text("\n".join(table) + "\n", encoding="utf-8")
+        options.markdown.write_text("\n".join([_HEADING, *table]) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 
