@@ -43,7 +43,7 @@ _HEADING = """# Malformed inputs
 gives each of these to the public commands and prints what came back. A row misbehaves, and fails the command, when the
 input passes, the process is killed or is still running at its limit, a traceback shows, or no line names the thing.
 Exit codes: 1 a finding, 2 wrong usage of a command, 4 wrong usage of pytest or a target that cannot be used. `@` is the
-row's own folder; seconds are of one run on two shared cores.
+row's own folder. Seconds are of two busy cores.
 """
 
 
