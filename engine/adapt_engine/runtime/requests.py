@@ -55,6 +55,12 @@ class EngineOptions:
     """Added to each request's own sampling seed."""
     taps: tuple[str, ...] = ()
     """Shell patterns of site names to record (``layer.*.attn.out``)."""
+    layout: str = "single"
+    """Ranks and what they share, as `adapt_engine.layout` writes it (``tp2.pp2``)."""
+    micro_batches: int = 1
+    """Parts into which pipeline stages cut the sequences of a step."""
+    placement: tuple[int, ...] = ()
+    """ep rank of each expert; () divides them in runs."""
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -66,6 +72,7 @@ class EngineOptions:
             ("prefill_chunk", 0),
             ("max_batch", 1),
             ("threads", 0),
+            ("micro_batches", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:

@@ -102,7 +102,7 @@ class Scheduler:
             return False
         cached = len(table) * self.options.page_size
         while len(table) < needed:
-            table.append(self.pool.allocate())
+            table.append(self.pool.allocate(len(table)))
         size = self.options.page_size
         blocks = torch.tensor(table, dtype=torch.int64)
         slots = (blocks[:, None] * size + torch.arange(size)).flatten()
