@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from .config import DenseSpec, ModelSpec, MoESpec
-from .errors import EngineError
+from .errors import LayoutError
 
 __all__ = ["Layout", "check", "span"]
 
@@ -22,7 +22,7 @@ _PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,4})")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; ``dp=0`` infers the smallest that fits. Raises EngineError where experts do not fold."""
+    """Sizes of the axes; ``dp=0`` infers the smallest that fits. Raises LayoutError where experts do not fold."""
 
     tp: int = 1
     pp: int = 1
@@ -35,14 +35,14 @@ class Layout:
         if not self.dp:
             object.__setattr__(self, "dp", self.least_dp)
         if self.block % (self.ep * self.etp):
-            raise EngineError(
+            raise LayoutError(
                 f"layout {self}: ep x etp = {self.ep * self.etp} expert ranks do not fold over the "
                 f"dp x sp x tp = {self.block} ranks of a stage; use dp{self.least_dp}"
             )
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read ``tp2.pp2`` or ``single``. Raises EngineError naming what cannot be read."""
+        """Read ``tp2.pp2`` or ``single``. Raises LayoutError naming what cannot be read."""
         if text == "single":
             return cls()
         axes = [field.name for field in fields(cls)]
@@ -51,7 +51,7 @@ class Layout:
             found = _PART.fullmatch(part)
             if found is None or found[1] in sizes or any(axes.index(name) > axes.index(found[1]) for name in sizes):
                 order = ", ".join(axes)
-                raise EngineError(
+                raise LayoutError(
                     f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size; "
                     "write for example tp2.ep4"
                 )
@@ -94,7 +94,7 @@ def span(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises EngineError where a model cannot be laid out so; the message names the nearest layouts that can.
+    """Raises LayoutError where a model cannot be laid out so; the message names the nearest layouts that can.
 
     Query heads divide by tp. KV heads divide by tp, or tp divides by them and each is held whole by several ranks,
     so that a query head always finds its own beside it. Layers, experts, feed-forward and vocabulary rows may be
@@ -108,7 +108,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     size = getattr(layout, axis)
     below = [name for name in near if getattr(Layout.parse(name), axis) < size][:1]
     above = [name for name in near if getattr(Layout.parse(name), axis) > size][:1]
-    raise EngineError(f"layout {layout}: {rule}; nearest legal: {', '.join(below + above) or 'single'}")
+    raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(below + above) or 'single'}")
 
 
 def _largest(spec: ModelSpec) -> int:
@@ -125,7 +125,7 @@ def _neighbours(layout: Layout, axis: str, limit: int) -> Iterator[Layout]:
             if 0 < other <= max(size, limit):
                 try:
                     yield replace(layout, **{"dp": dp, axis: other})
-                except EngineError:
+                except LayoutError:
                     continue
 
 

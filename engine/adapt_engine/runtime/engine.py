@@ -71,6 +71,7 @@ class Engine:
         blocks = -(-blocks // self.layout.sp) * self.layout.sp
         self.replicas = tuple(self._replica(blocks) for _ in range(self.layout.dp))
         self._turn = 0
+        self._seen = 0
         self._open = True
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
 
@@ -126,6 +127,7 @@ class Engine:
         if self._in_flight():
             raise EngineError("run() is already in progress; finish or close its iterator first")
         source = iter(requests)
+        self._seen = len(self.drifts)
         try:
             more = True
             while more or self._in_flight():
@@ -268,6 +270,7 @@ class Engine:
             taps={name: _joined(parts) for name, parts in sequence.taps.items()},
             cached_tokens=sequence.cached,
             seconds=seconds,
+            drift=tuple(str(drift) for drift in self.drifts[self._seen :]),
         )
 
     def stats(self) -> dict[str, float]:

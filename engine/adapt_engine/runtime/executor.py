@@ -26,6 +26,16 @@ class Executor(ABC):
     kernels: KernelRegistry
     """Ops of the controller: sampling."""
 
+    @property
+    def registries(self) -> Sequence[KernelRegistry]:
+        """Ops of the controller and of every rank in this process: the seam for wrapping them."""
+        return (self.kernels,)
+
+    @property
+    def running(self) -> tuple[int, int | None]:
+        """(rank, layer) being computed in this process at this moment; the layer is None outside the layers."""
+        return 0, self.kernels.layer
+
     @abstractmethod
     def step(self, plan: StepPlan) -> list[RankAnswer]:
         """Compute one step on all ranks; answers by rank. Raises EngineError where ranks failed or disagreed."""
@@ -65,9 +75,13 @@ class LocalExecutor(Executor):
         self.kernels = self.workers[0].kernels
 
     @property
-    def current(self) -> Worker:
-        """The rank that computes at this moment; the first one between steps."""
-        return self.workers[self.world.current if self.world is not None else 0]
+    def registries(self) -> Sequence[KernelRegistry]:
+        return tuple(worker.kernels for worker in self.workers)
+
+    @property
+    def running(self) -> tuple[int, int | None]:
+        rank = self.world.current if self.world is not None else 0
+        return rank, self.workers[rank].kernels.layer
 
     def step(self, plan: StepPlan) -> list[RankAnswer]:
         if self.world is None:

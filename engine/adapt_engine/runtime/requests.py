@@ -149,3 +149,5 @@ class SequenceResult:
     """Prompt tokens whose keys and values came from the prefix cache."""
     seconds: float = 0.0
     """Wall time from admission to completion."""
+    drift: tuple[str, ...] = ()
+    """Copies on several ranks that should have been equal and were not, seen while this run went on."""
