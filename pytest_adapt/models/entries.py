@@ -28,7 +28,8 @@ class ModelEntry:
     family: str
     """qwen3_moe, mixtral, deepseek_v3 or llama."""
     shape_class: str
-    """odd (awkward sizes), aligned (sizes that accelerator kernels accept) or real."""
+    """odd (awkward sizes), wide (sizes that many ranks share, unevenly), aligned (what accelerator kernels accept) or
+    real."""
     kind: str
     """procedural (weights are computed) or smollm2 (converted from the installed GGUF)."""
     config: Mapping[str, Any] = field(hash=False)
