@@ -333,7 +333,7 @@ def _together(reports: list[LoadReport]) -> LoadReport:
         seconds=seconds,
         bytes=size,
         bytes_per_second=size / seconds if seconds > 0 else 0.0,
-        tensors=max(one.tensors for one in reports),
+        read=frozenset().union(*(one.read for one in reports)),
         files=max(one.files for one in reports),
         warnings=tuple(dict.fromkeys(warning for one in reports for warning in one.warnings)),
         largest=max(one.largest for one in reports),
