@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from .config import ModelSpec  # noqa: E402
 from .errors import CheckpointError, ConfigError, EngineError  # noqa: E402
 from .runtime.engine import Engine  # noqa: E402
-from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult  # noqa: E402
+from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate  # noqa: E402
 from .version import __version__  # noqa: E402
 from .weights.loader import LoadReport  # noqa: E402
 
@@ -29,5 +29,6 @@ __all__ = [
     "ModelSpec",
     "SequenceRequest",
     "SequenceResult",
+    "SequenceUpdate",
     "__version__",
 ]

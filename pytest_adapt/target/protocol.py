@@ -183,4 +183,6 @@ class Target(Protocol):
 
     # Optional methods, looked up by name: tokenize(text) -> list[int]; detokenize(ids) -> str;
     # stats() -> Mapping[str, float]; control(name, **arguments); run_op(op, arrays, attributes).
+    # control("abort", id=...) ends one request of the run in progress, from any thread: it is answered with finish
+    # "abort", the tokens it has by then, no rows and no error. An id that is not in flight is ignored.
     # Optional class attributes, read before open: defaults() -> TargetDefaults-like mapping (see registry).

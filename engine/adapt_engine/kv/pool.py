@@ -24,11 +24,18 @@ class BlockPool:
         self._kept: set[int] = set()
         self.evicted: list[int] = []
         """Blocks whose contents were given up since the owner last drained this list."""
+        self.peak = 0
+        """Most blocks that were in use at once."""
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can still give, evicting idle ones."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def in_use(self) -> int:
+        """Blocks with at least one user."""
+        return self.blocks - self.available
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
@@ -44,12 +51,16 @@ class BlockPool:
         else:
             raise EngineError(f"KV pool exhausted: all {self.blocks} blocks are in use; raise kv_tokens")
         self._counts[block] = 1
+        self.peak = max(self.peak, self.in_use)
         return block
 
     def share(self, block: int) -> None:
-        """One more user of a block whose contents are valid."""
+        """One more user of a block whose contents are valid. Raises EngineError for a free block, which has none."""
+        if self._counts[block] <= 0 and block not in self._idle:
+            raise EngineError(f"KV block {block} is free: nothing in it can be shared")
         self._idle.pop(block, None)
         self._counts[block] += 1
+        self.peak = max(self.peak, self.in_use)
 
     def keep(self, block: int) -> None:
         """The block carries a cached prefix: when its last user leaves, it becomes idle instead of free."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ..model.step import Span, Step
 from ..model.transformer import Transformer
 from ..weights.index import WeightIndex
 from ..weights.loader import Loader, LoadReport
-from .requests import DTYPES, EngineOptions, SequenceRequest, SequenceResult
+from .requests import DTYPES, EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
 
@@ -30,6 +31,9 @@ __all__ = ["Engine"]
 
 class Engine:
     """A loaded model on one rank. Build with `open`; not thread-safe.
+
+    `run` serves a batch of requests to the end. Whoever wants tokens as they come, or submits while others run, uses
+    what it is made of: `submit`, then `step` while `busy`. `abort` works with both.
 
     Attributes: ``spec`` (what the model is), ``options``, ``load_report``, ``kernels_registry`` (the seam for
     wrapping ops), ``cache``, ``pool``, ``prefix`` and ``scheduler`` (the seams of the KV cache).
@@ -52,6 +56,7 @@ class Engine:
         self._taps = recorder if recorder.wanted else None
         self.scheduler = Scheduler(options, self.pool, self.prefix, keeps_rows=self._taps is not None)
         self._transformer: Transformer | None = transformer
+        self._ended: deque[SequenceResult] = deque()
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
 
     @classmethod
@@ -82,31 +87,41 @@ class Engine:
         """Serve requests together; yields each result as soon as it is complete.
 
         A request that cannot be served gives a result with ``error``; the others are not affected. Leaving
-        the iterator early drops what is still in flight.
+        the iterator early drops what is still in flight. Requests are taken from ``requests`` as there is room.
         """
-        if self._transformer is None:
-            raise EngineError("engine is closed; open it again")
-        if self.scheduler.running or self.scheduler.waiting:
-            raise EngineError("run() is already in progress; finish or close its iterator first")
+        self._check_open()
+        if self.busy:
+            raise EngineError("a run is already in progress; finish or close its iterator, or step until idle, first")
         source = iter(requests)
+        queue = min(self.options.max_batch, self.options.max_waiting or self.options.max_batch)
         try:
             more = True
-            while more or self.scheduler.running or self.scheduler.waiting:
-                while more and len(self.scheduler.waiting) < self.options.max_batch:
+            while more or self.busy:
+                while more and len(self.scheduler.waiting) < queue:
                     try:
                         request = next(source)
                     except StopIteration:
                         more = False
                         break
-                    refused = self._submit(request)
+                    refused = self.submit(request)
                     if refused is not None:
                         yield refused
-                yield from self._step()
-            self.check_integrity()
+                yield from (update.result for update in self.step() if update.result is not None)
         finally:
-            self.scheduler.drop_all()
+            self.drop_all()
 
-    def _submit(self, request: SequenceRequest) -> SequenceResult | None:
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return self.scheduler.busy or bool(self._ended)
+
+    def _check_open(self) -> None:
+        if self._transformer is None:
+            raise EngineError("engine is closed; open it again")
+
+    def submit(self, request: SequenceRequest) -> SequenceResult | None:
+        """Queue a request. None where it is accepted; otherwise the result, with ``error``, that it gets at once."""
+        self._check_open()
         self._counts["requests"] += 1
         problem = request.problem(self.spec.vocab, self.options)
         if problem is None:
@@ -117,6 +132,22 @@ class Engine:
                 problem = str(refusal)
         self._counts["errors"] += 1
         return SequenceResult(request.id, finish="error", error=problem)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False where none of that id is in flight (it may just have ended).
+
+        Its blocks are back when this returns. Its result, with finish ``abort``, comes with the next step.
+        """
+        sequence = self.scheduler.abort(request_id)
+        if sequence is None:
+            return False
+        self._ended.append(self._result(sequence))
+        return True
+
+    def drop_all(self) -> None:
+        """Forget everything in flight, without results."""
+        self.scheduler.drop_all()
+        self._ended.clear()
 
     @torch.inference_mode()
     def _forward(self, plan: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -153,13 +184,26 @@ class Engine:
         draws = last == len(sequence.known) and sequence.generated < request.max_new_tokens
         begin = last - 1 if draws else last
         if request.want_logits:
-            begin = min(begin, max(first, request.first_row))
+            begin = min(begin, max(first, request.first_row, sequence.reached))
         return torch.arange(begin, last)
 
-    def _step(self) -> Iterator[SequenceResult]:
+    def step(self) -> list[SequenceUpdate]:
+        """One forward pass over the next tokens of what is in flight; what it drew and what came to an end.
+
+        Nothing happens while idle. Raises EngineError where the engine is closed or its accounts do not add up
+        (checked whenever nothing is left in flight).
+        """
+        self._check_open()
+        updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
+        self._ended.clear()
         plan = self.scheduler.schedule()
-        if not plan:
-            return
+        if plan:
+            updates.extend(self._compute(plan))
+        if not self.scheduler.busy:
+            self.check_integrity()
+        return updates
+
+    def _compute(self, plan: list[tuple[Sequence, int]]) -> Iterator[SequenceUpdate]:
         logits, wanted = self._forward(plan)
         self._counts["steps"] += 1
         self._counts["rows"] += sum(count for _, count in plan)
@@ -170,36 +214,39 @@ class Engine:
             own = logits[head : head + len(rows)]
             self._keep(sequence, own, tapped, row, count)
             row, head = row + count, head + len(rows)
-            sequence.computed += count
-            self._advance(sequence, own)
+            sequence.advance(count)
+            drawn = self._advance(sequence, own)
             if sequence.finish:
                 self.scheduler.finish(sequence)
-                yield self._result(sequence)
+                yield SequenceUpdate(sequence.request.id, drawn, self._result(sequence))
+            elif drawn:
+                yield SequenceUpdate(sequence.request.id, drawn)
 
     def _keep(
         self, sequence: Sequence, logits: torch.Tensor, tapped: dict[str, torch.Tensor], row: int, count: int
     ) -> None:
-        skip = max(0, sequence.request.first_row - sequence.computed)
+        # Rows that were handed out before a preemption are not handed out again.
+        skip = max(0, max(sequence.request.first_row, sequence.reached) - sequence.computed)
         if sequence.request.want_logits:
             sequence.logits.append(logits if skip < count else logits[:0])
         for name, rows in tapped.items():
             if skip < count:
                 sequence.taps.setdefault(name, []).append(rows[row + skip : row + count].clone())
 
-    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> tuple[int, ...]:
         """Draw the next token where all known ones are computed; decide whether the sequence is finished."""
         request = sequence.request
         if sequence.computed < len(sequence.known):
-            return
+            return ()
         if sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
-            return
+            return ()
         last = logits[-1]
         if not bool(torch.isfinite(last).all()):
             sequence.finish = "error"
             sequence.error = f"logits after token {sequence.computed - 1} are not finite"
             self._counts["errors"] += 1
-            return
+            return ()
         token = self.kernels_registry.ops.sample(
             last,
             temperature=request.temperature,
@@ -214,12 +261,13 @@ class Engine:
             sequence.finish = "stop"
         elif sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
+        return (token,)
 
     def _result(self, sequence: Sequence) -> SequenceResult:
-        seconds = time.perf_counter() - sequence.started
+        seconds = time.perf_counter() - sequence.started if sequence.started else 0.0
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
-        kept = _joined(sequence.logits) if sequence.request.want_logits else None
+        kept = _joined(sequence.logits) if sequence.logits else None
         return SequenceResult(
             id=sequence.request.id,
             tokens=tuple(sequence.known[len(sequence.request.prompt) :]),
@@ -228,6 +276,7 @@ class Engine:
             taps={name: _joined(parts) for name, parts in sequence.taps.items()},
             cached_tokens=sequence.cached,
             seconds=seconds,
+            preemptions=sequence.preemptions,
         )
 
     def stats(self) -> dict[str, float]:
@@ -235,8 +284,10 @@ class Engine:
         found: dict[str, float] = dict(self._counts)
         found["running"] = len(self.scheduler.running)
         found["waiting"] = len(self.scheduler.waiting)
+        found.update(self.scheduler.counts)
         found["kv_blocks"] = self.pool.blocks
         found["kv_blocks_available"] = self.pool.available
+        found["kv_blocks_peak"] = self.pool.peak
         found["kv_bytes"] = self.cache.nbytes
         if self.prefix is not None:
             found["prefix_hit_tokens"] = self.prefix.hits
@@ -244,12 +295,12 @@ class Engine:
         return found
 
     def check_integrity(self) -> None:
-        """Invariants of scheduler, pool and prefix cache; also checked whenever a run ends. Raises EngineError."""
+        """Invariants of scheduler, pool and prefix cache; also checked whenever nothing is left. Raises EngineError."""
         self.scheduler.check_integrity()
 
     def close(self) -> None:
         """Release weights and cache. Safe to call twice."""
-        self.scheduler.drop_all()
+        self.drop_all()
         self._transformer = None
         self.cache.release()
 
