@@ -274,7 +274,8 @@ def offers() -> list[Implementation]:
         ("rope_apply", rope_apply, every, rowwise),
         ("attention", attention, every, frozenset()),
         ("softmax_scale", softmax_scale, every, rowwise),
-        ("swiglu", swiglu, every, rowwise),
+        # torch's silu rounds the last elements of a buffer otherwise than those before: not a property of the row.
+        ("swiglu", swiglu, every, frozenset()),
         ("router_logits", router_logits, every, frozenset()),
         ("route", route, every, frozenset()),
         ("shared_combine", shared_combine, every, rowwise),

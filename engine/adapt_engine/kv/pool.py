@@ -37,6 +37,9 @@ class BlockPool:
         """Blocks with at least one user."""
         return self.blocks - self.available
 
+    def is_used(self, block: int) -> bool:
+        return self._counts[block] > 0
+
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
