@@ -55,10 +55,6 @@ class BuiltinTarget:
 
     def open(self, deployment: Deployment) -> Info:
         self.close()
-        if deployment.layout != "single":
-            raise UnsupportedDeployment(
-                f"layout {deployment.layout}: the built-in engine runs on one rank (layout single)"
-            )
         if deployment.kv_precision != "auto":
             raise UnsupportedDeployment(
                 f"KV precision {deployment.kv_precision}: the built-in engine keeps what it computed"
@@ -68,7 +64,7 @@ class BuiltinTarget:
                 raise UnsupportedDeployment(f"feature {name}: the built-in engine has {', '.join(_FEATURES)}")
         calm_openmp()
         import torch
-        from adapt_engine import Engine, EngineError, EngineOptions, __version__
+        from adapt_engine import Engine, EngineError, EngineOptions, LayoutError, __version__
 
         threads = fair_threads()
         native = bool(deployment.feature("native", 1))
@@ -88,9 +84,13 @@ class BuiltinTarget:
                 native=native,
                 seed=deployment.seed,
                 taps=deployment.taps,
+                layout=deployment.layout,
             )
             self.seams.before_open()
             self.engine = Engine.open(deployment.model, options)
+        except LayoutError as error:
+            self.seams.detach()
+            raise UnsupportedDeployment(str(error)) from error
         except EngineError as error:
             self.seams.detach()
             raise TargetError(f"builtin: {error}") from error
@@ -110,6 +110,7 @@ class BuiltinTarget:
                 "torch": torch.__version__,
                 "threads": str(threads),
                 "mode": self._settings.mode,
+                "ranks": str(self.engine.layout.world),
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
             },
             load={
@@ -216,6 +217,7 @@ class BuiltinTarget:
             first_row=first,
             cached_tokens=result.cached_tokens,
             seconds=result.seconds,
+            drift=result.drift,
         )
         if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
             response.text = self.detokenize(result.tokens)

@@ -136,6 +136,8 @@ class Response:
     error: str | None = None
     """Set when the target refused this request (abnormal input); then nothing else is."""
     seconds: float | None = None
+    drift: tuple[str, ...] = ()
+    """Copies of the same numbers on several ranks that differed, each in one line (site, ranks, how far)."""
 
 
 @dataclass(frozen=True)

@@ -234,15 +234,15 @@ class Traces(RuleBasedStateMachine):
         self.engine.close()
 
 
-def _poison_freed_blocks(engine: Engine) -> None:
+def _poison_freed_blocks(engine: Any) -> None:
     """What is in a block that nobody holds is not a number: a row read from there cannot pass unseen."""
-    free, size = engine.pool.free, engine.options.page_size
-    shapes = {layer: group.components for group in engine.cache.groups for layer in group.layers}
+    free, size, cache = engine.pool.free, engine.options.page_size, engine.executor.workers[0].cache
+    shapes = {layer: group.components for group in cache.groups for layer in group.layers}
 
     def poison(block: int) -> None:
         slots = torch.arange(block * size, (block + 1) * size)
         for layer, parts in shapes.items():
-            engine.cache.write(layer, slots, tuple(torch.full((size, *shape), math.nan) for _, shape in parts))
+            cache.write(layer, slots, tuple(torch.full((size, *shape), math.nan) for _, shape in parts))
 
     def freed(block: int) -> None:
         free(block)

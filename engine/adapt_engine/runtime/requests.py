@@ -50,7 +50,7 @@ class EngineOptions:
     max_batch: int = 32
     """Sequences that run together."""
     max_waiting: int = 0
-    """Requests that may wait for their turn; more are refused. 0 sets no limit."""
+    """Requests that may wait for their turn at each dp replica; more are refused. 0 sets no limit."""
     preemption: bool = True
     """Take KV blocks as tokens are computed, and take them from the youngest sequence when none is left (its tokens
     are computed again later). Off: reserve the longest possible length at admission."""
@@ -66,6 +66,12 @@ class EngineOptions:
     """Added to each request's own sampling seed."""
     taps: tuple[str, ...] = ()
     """Shell patterns of site names to record (``layer.*.attn.out``)."""
+    layout: str = "single"
+    """Ranks and what they share, as `adapt_engine.layout` writes it (``tp2.pp2``)."""
+    micro_batches: int = 1
+    """Parts into which pipeline stages cut the sequences of a step."""
+    placement: tuple[int, ...] = ()
+    """ep rank of each expert; () divides them in runs."""
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -79,6 +85,7 @@ class EngineOptions:
             ("max_batch", 1),
             ("max_waiting", 0),
             ("threads", 0),
+            ("micro_batches", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -168,6 +175,8 @@ class SequenceResult:
     """Wall time from the first admission to completion; 0 where it was never admitted."""
     preemptions: int = 0
     """How often it had to give its blocks back and was computed again."""
+    drift: tuple[str, ...] = ()
+    """Copies on several ranks that should have been equal and were not, seen while this run went on."""
 
 
 @dataclass(frozen=True)

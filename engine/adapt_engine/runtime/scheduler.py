@@ -114,6 +114,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return request_id in self._in_flight
+
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.options.page_size)
 
@@ -123,8 +127,8 @@ class Scheduler:
         sequence = Sequence(request, self._arrivals, size, list(request.prompt))
         needed = self._pages(sequence.longest)
         problem = ""
-        if request.id in self._in_flight:
-            problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
+        if request.id in self:
+            problem = f"id {request.id!r} is in flight already"
         elif needed > self.pool.blocks:
             present = self.pool.blocks * size
             problem = f"request needs {needed * size} KV slots, the pool has {present}; raise kv_tokens"
@@ -181,14 +185,14 @@ class Scheduler:
         """Take blocks for the next ``count`` tokens, from younger sequences if need be; how many there is room for."""
         needed = self._pages(sequence.computed + count) - len(sequence.table)
         blocks: list[int] = []
-        while len(blocks) < needed and self._make_available(sequence):
-            blocks.append(self.pool.allocate())
+        while len(blocks) < needed and self._make_available(sequence, len(sequence.table) + len(blocks)):
+            blocks.append(self.pool.allocate(len(sequence.table) + len(blocks)))
         sequence.extend(blocks)
         return min(count, len(sequence.slots) - sequence.computed)
 
-    def _make_available(self, sequence: Sequence) -> bool:
-        """Preempt the youngest until a block is there; False where ``sequence`` is itself the youngest left."""
-        while not self.pool.available:
+    def _make_available(self, sequence: Sequence, page: int) -> bool:
+        """Preempt the youngest until a block for ``page`` is there; False where ``sequence`` is the youngest left."""
+        while not self.pool.available_to[page % self.pool.owners]:
             youngest = self.running[-1]
             if youngest is sequence:
                 return False
@@ -206,20 +210,20 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start or resume the head of the queue where its blocks fit beside what the running ones still need."""
-        claimed = sum(self._pages_to_hold(other) - len(other.table) for other in self.running)
-        needed = self._pages_to_hold(sequence)
-        if self.pool.available <= claimed:
-            return False
-        table: list[int] = []
+        claims = [self._claims(other, len(other.table)) for other in self.running]
+        claimed = [sum(by_owner) for by_owner in zip(*claims, strict=True)] or [0] * self.pool.owners
+        if all(there <= taken for there, taken in zip(self.pool.available_to, claimed, strict=True)):
+            return False  # before anything is looked up: at least its last page is always new
+        asked, table = sequence.known[: self._reusable(sequence)], list[int]()
         if self.prefix is not None:
-            asked = sequence.known[: self._reusable(sequence)]
             table = self.prefix.lookup(asked)
-            if needed - len(table) > self.pool.available - claimed:
-                self._free(table)
-                return False
-            self.prefix.count(len(asked), len(table))
-        elif needed > self.pool.available - claimed:
+        needed = self._claims(sequence, len(table))
+        spare = [there - taken for there, taken in zip(self.pool.available_to, claimed, strict=True)]
+        if any(want > left for want, left in zip(needed, spare, strict=True)):
+            self._free(table)
             return False
+        if self.prefix is not None:
+            self.prefix.count(len(asked), len(table))
         self.waiting.popleft()
         sequence.extend(table)
         sequence.advance(len(sequence.slots))
@@ -230,11 +234,14 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _pages_to_hold(self, sequence: Sequence) -> int:
-        """Pages that must be there for it to be admitted, and stay claimed for it while it runs."""
-        if not self.options.preemption:
-            return self._pages(sequence.longest)
-        return self._pages(min(len(sequence.known) + self.options.page_size, sequence.longest))
+    def _claims(self, sequence: Sequence, held: int) -> list[int]:
+        """Blocks beyond the first ``held`` pages, by owner, that must be there for it to be admitted, and stay claimed
+        for it while it runs."""
+        tokens = sequence.longest
+        if self.options.preemption:
+            tokens = min(tokens, len(sequence.known) + self.options.page_size)
+        pages, owners = self._pages(tokens), self.pool.owners
+        return [len(range(held + (owner - held) % owners, pages, owners)) for owner in range(owners)]
 
     def _reusable(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit may cover: not the last one, and no row that the caller has still to see."""
