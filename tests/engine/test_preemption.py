@@ -89,25 +89,28 @@ def test_without_preemption_the_longest_length_is_reserved(engine: Callable[...,
 
 
 @pytest.mark.requirement(85)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_equals_alone_on_real_kernels(family: str, opened: Any, rounding: Callable[[str], float]) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*((family, "single") for family in FAMILIES), ("llama", "sp2"), ("deepseek_v3", "sp2"), ("qwen3_moe", "dp2")],
+)
+def test_preempted_equals_alone_on_real_kernels(
+    family: str, layout: str, opened: Any, rounding: Callable[[str], float]
+) -> None:
     """Logits within rounding; a token differs only where the two best logits are nearer than two roundings."""
     torch.manual_seed(4)
-    prompts = [tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in (30, 17, 31, 5)]
+    prompts = [tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in (30, 17, 31, 5, 26)]
     requests = [
         SequenceRequest(str(index), tokens, max_new_tokens=25, want_logits=True) for index, tokens in enumerate(prompts)
     ]
     alone = opened(family)
-    small = opened(family, kv_tokens=112, page_size=4, step_tokens=12)
+    small = opened(family, kv_tokens=96, page_size=4, step_tokens=12, layout=layout)
     results = {result.id: result for result in small.run(requests)}
     assert small.stats()["preemptions"] > 0
     for request in requests:
         (right,) = alone.run([request])
         result = results[request.id]
-        same = next(
-            (place for place, pair in enumerate(zip(result.tokens, right.tokens, strict=True)) if len(set(pair)) > 1),
-            25,
-        )
+        pairs = zip(result.tokens, right.tokens, strict=True)
+        same = next((place for place, (one, other) in enumerate(pairs) if one != other), 25)
         rows = len(request.prompt) + same
         if same < 25:
             best = right.logits[rows - 1].topk(2).values
