@@ -16,6 +16,7 @@ from pytest_adapt.verdict.status import Verdict
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
     from pytest_adapt.models import ModelEntry
+    from pytest_adapt.models.recall import Recall
 
 __all__ = ["ModelHandle"]
 
@@ -84,6 +85,22 @@ class ModelHandle:
             return dict(list(fitting.items())[: self.most or None])
         name, ids = next((one for one in everything if len(one[1]) > least), everything[-1])
         return {name: ids[:limit]}
+
+    def recalls(self, context: int) -> tuple[Recall, ...]:
+        """Of a needle model: prompts of a context length with needles and questions at every boundary."""
+        from pytest_adapt.models.recall import recalls
+
+        if self.entry is None:
+            raise Verdict(Status.UNKNOWN, f"model {self.name} is no needle model: what it answers has no closed form")
+        return recalls(self.entry, context)
+
+    def longest(self, length: int) -> Recall:
+        """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
+        from pytest_adapt.models.recall import longest
+
+        if self.entry is None:
+            raise Verdict(Status.UNKNOWN, f"model {self.name} is no needle model: what it answers has no closed form")
+        return longest(self.entry, length)
 
     def tensor_names(self) -> list[str]:
         """Every tensor that the index names (or, without an index, that the files hold), sorted."""

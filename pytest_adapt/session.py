@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +309,17 @@ class OpenTarget:
         """`generate` for several prompts, all in flight together, by name."""
         return self._ask(prompts, n, want, request)
 
+    def longest(self, prompt: Callable[[int], Iterable[int]], limit: int) -> int:
+        """The longest prompt, one new token included, that is not refused: by bisection below ``limit``, which is."""
+        accepted, refused = 1, limit
+        while refused - accepted > 1:
+            middle = (accepted + refused) // 2
+            if self.generate(prompt(middle - 1), 1, ("text",)).error is None:
+                accepted = middle
+            else:
+                refused = middle
+        return accepted
+
     def restart(self) -> None:
         """Close the deployment and open it again (a server is stopped and started)."""
         if self._own is not None:
@@ -346,6 +357,20 @@ class OpenTarget:
         """This deployment and those opened beside it."""
         return [self._deployment, *self._variants]
 
+    def stats(self) -> dict[str, float]:
+        """The target's own counters; empty where it has none."""
+        counters = self._optional("stats")
+        return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
+
+    def peak_memory(self, reset: bool = False) -> int:
+        """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
+        does not tell."""
+        measure = self._optional("peak_memory")
+        found: int | None = None if measure is None else measure(reset)
+        if found is None:
+            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} does not show its memory")
+        return found
+
     def refusal(self, directory: Any) -> str | None:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
         return self._host.refusal(replace(self._deployment, model=str(directory)))
@@ -361,6 +386,17 @@ class OpenTarget:
     @property
     def _opened(self) -> Opened:
         return self._own if self._own is not None else self._host.acquire(self._deployment)
+
+    def _optional(self, name: str) -> Any:
+        """An optional method of the target, called in the target's own thread; None where it has none."""
+        opened = self._opened
+        method = getattr(opened.target, name, None)
+        if method is None:
+            return None
+        limit = self._host.settings.timeout
+        return lambda *arguments: opened.watchdog.call(
+            lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
+        )
 
     def _ask(
         self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None, request: dict[str, Any]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
 from pytest_adapt.target.seams import BuiltinSeams
 from pytest_adapt.target.threads import calm_openmp, fair_threads
@@ -29,7 +30,7 @@ _FEATURES = {
     "load_audit": (1,),
     "native": (0, 1),
     "page_size": (0, 5),
-    "prefill_chunk": (0, 1, 7, 16, 64),
+    "prefill_chunk": (0, 1, 7, 16, 64, 512),
     "prefix_cache": (0, 1),
 }
 _ROWS = frozenset({"logits", "score", "topk"})
@@ -143,6 +144,10 @@ class BuiltinTarget:
     def stats(self) -> dict[str, float]:
         """Counters of the engine since it was opened."""
         return {} if self.engine is None else self.engine.stats()
+
+    def peak_memory(self, reset: bool = False) -> int | None:
+        """Largest resident size of this process since the last reset, in bytes."""
+        return own_peak(reset)
 
     def _tokenizer(self) -> Tokenizer:
         from adapt_engine import CheckpointError

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from pytest_adapt.golden.record import Record, RecordError, divergence_terms
+from pytest_adapt.models.recall import Recall, story
 from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
+from pytest_adapt.verdict.growth import exponent
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
 from pytest_adapt.verdict.localise import compare_sites
 from pytest_adapt.verdict.pooling import (
@@ -143,6 +145,28 @@ class Judge:
         self._done += report.measurements
         self._found(report.divergence)
 
+    def recalled(self, prompt: str, response: Response, recall: Recall, record: Record) -> None:
+        """An answer to a recall prompt, or to a beginning of it that ends with a question: numbers against the closed
+        form, and which needles are lost."""
+        count = response.prompt_tokens
+        asked = [one for one in recall.questions if response.first_row <= one.position < count and one.answer >= 0]
+        if self._refused(prompt, response):
+            return
+        tokens = next((part for part in (recall.tokens, recall.tokens[:count]) if len(part) == count), recall.tokens)
+        self.prompt_tokens(prompt, response, tokens)
+        part = record if len(tokens) == len(record.tokens) else record.prefix(len(tokens))
+        if response.logits is not None or response.topk is not None or response.scores is not None:
+            self.against_record(prompt, response, part)
+        if response.tokens:
+            self.generated(prompt, response, part, tokens)
+        said = _said(response)
+        lost = [one for one in asked if one.position in said and said[one.position] != one.answer]
+        known = [one for one in asked if one.position in said]
+        if known:
+            detail = story(known, lost) if lost else f"all {len(known)} recalled"
+            where = lost[0].position if lost else None
+            self._add("needles", float(len(lost)), 0.0, not lost, "", prompt, where, len(known), detail)
+
     def generated(self, prompt: str, response: Response, reference: Any, tokens: Sequence[int]) -> None:
         """Each greedy token must be the reference's first choice, given what the target wrote before it.
 
@@ -237,6 +261,17 @@ class Judge:
                 return
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
+
+    def growth(
+        self, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]
+    ) -> None:
+        """A cost that may grow with the length as n^``most``: its fitted exponent must be nearer to that than to the
+        next higher one. What an allocator keeps hides small growth, so it is judged where it exceeds ``least`` (one
+        value a length) at two lengths or more."""
+        seen = sum(value - min(values) > bound for value, bound in zip(values, least, strict=True))
+        found = exponent(lengths, values) if seen >= 2 else 0.0
+        shown = ", ".join(f"{length}: {value:.4g}" for length, value in zip(lengths, values, strict=True))
+        self._add(metric, found, most + 0.5, found <= most + 0.5, compared=len(lengths), detail=shown)
 
     def promise(
         self,
@@ -467,6 +502,16 @@ def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str
 
     key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
     return make_record(oracle, key, tokens, (precision,))
+
+
+def _said(response: Response) -> dict[int, int]:
+    """Row -> the token that a response finds most probable after it."""
+    found = {}
+    if response.logits is not None:
+        found = dict(enumerate(np.asarray(response.logits).argmax(axis=1).tolist(), response.first_row))
+    elif response.topk is not None:
+        found = dict(enumerate(np.asarray(response.topk.ids)[:, 0].tolist(), response.first_row))
+    return found | {response.prompt_tokens - 1 + place: token for place, token in enumerate(response.tokens)}
 
 
 def _both(first: Response, second: Response) -> list[str]:
