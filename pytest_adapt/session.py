@@ -103,8 +103,11 @@ class Host:
         self.shut(opened)
         return None
 
-    def run(self, opened: Opened, requests: Iterable[Request]) -> dict[str, Response]:
-        """Every request's answer by id. Raises Verdict where the target fails or hangs, Fatal where it died again."""
+    def run(
+        self, opened: Opened, requests: Iterable[Request], answered: Callable[[str], None] | None = None
+    ) -> dict[str, Response]:
+        """Every request's answer by id; ``answered`` hears of each as it comes. Raises Verdict where the target fails
+        or hangs, Fatal where it died again."""
         asked = {request.id: request for request in requests}
         answers: dict[str, Response] = {}
 
@@ -120,6 +123,8 @@ class Host:
                 if response.id not in asked or response.id in answers:
                     raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
                 answers[response.id] = response
+                if answered is not None:
+                    answered(response.id)
             if len(answers) < len(asked):
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
@@ -271,8 +276,8 @@ class OpenTarget:
             for setting in (wanted,) if isinstance(wanted, int) else wanted:
                 self._check_feature(name, setting)
 
-    def run(self, requests: Iterable[Request]) -> dict[str, Response]:
-        """Answers by request id, all requests in flight together.
+    def run(self, requests: Iterable[Request], answered: Callable[[str], None] | None = None) -> dict[str, Response]:
+        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes.
 
         Raises Verdict: unknown where no wanted observable is shown, fail where the target breaks the contract.
         """
@@ -284,7 +289,7 @@ class OpenTarget:
                 raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
             self.observables_used |= want
             asked.append(replace(request, want=want))
-        answers = self._host.run(self._opened, asked)
+        answers = self._host.run(self._opened, asked, answered)
         self.responses.update(answers)
         self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
         return answers
@@ -356,6 +361,34 @@ class OpenTarget:
     def deployments(self) -> list[Deployment]:
         """This deployment and those opened beside it."""
         return [self._deployment, *self._variants]
+
+    def aborted(self, requests: Iterable[Request], victims: Iterable[str]) -> dict[str, Response]:
+        """`run`, during which requests are aborted: one id of ``victims`` as each answer comes.
+
+        Raises Verdict unsupported where the target has no such control.
+        """
+        control = getattr(self._opened.target, "control", None)
+        if control is None:
+            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no control over requests in flight")
+        left = list(victims)
+
+        def next_victim(identity: str) -> None:
+            if left:
+                control("abort", id=left.pop())
+
+        return self.run(requests, next_victim)
+
+    def with_pool(self, tokens: int) -> OpenTarget:
+        """The same deployment with a KV cache of so many tokens, beside this one; this one where the target does not
+        show its cache (stats: kv_blocks), and so may not take the size from us."""
+        if "kv_blocks" not in self.stats():
+            return self
+        return self.variant(replace(self._deployment, kv_tokens=tokens))
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and output together that the target may take at most."""
+        return max(self._deployment.max_context, self.info.max_context)
 
     def stats(self) -> dict[str, float]:
         """The target's own counters; empty where it has none."""

@@ -7,13 +7,14 @@ a wrong shape, a missing row, a NaN or an empty certified set is a failing measu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pytest_adapt.golden.record import Record, RecordError, divergence_terms
 from pytest_adapt.models.recall import Recall, story
+from pytest_adapt.models.walks import Walk, whose
 from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
@@ -261,6 +262,33 @@ class Judge:
                 return
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
+
+    def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
+        """An answer of at most ``count`` tokens must be the request's own walk as far as it goes, and to its end unless
+        it was aborted; a step out of another's is named as such."""
+        if self._refused(walk.name, response):
+            return
+        self.prompt_tokens(walk.name, response, walk.tokens)
+        self.observables.add("text")
+        whole = len(response.tokens) == count or response.finish == "abort"
+        wrong, owner = whose(walk, response.tokens, others)
+        detail = f"{wrong} of {len(response.tokens)} tokens are not its own"
+        if owner:
+            detail = f"{detail}: they are the secret of {owner}, which ran beside it"
+        if not whole:
+            detail = f"{len(response.tokens)} tokens came, {count} were asked for; {detail}"
+        self._add(
+            "secret", float(wrong), 0.0, whole and not wrong, "text", walk.name, None, len(response.tokens), detail
+        )
+
+    def returned(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Of a target that counts them: no request runs or waits, and every block of its cache is free again."""
+        for name, wanted in (("running", 0.0), ("waiting", 0.0), ("kv_blocks_available", None)):
+            if name in before and name in after:
+                expected = before[name] if wanted is None else wanted
+                missing = abs(after[name] - expected)
+                detail = f"{after[name]:g} when all is done, {expected:g} expected"
+                self._add(f"returned.{name}", missing, 0.0, not missing, compared=1, detail=detail)
 
     def growth(
         self, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]

@@ -19,7 +19,7 @@ def test_the_longest_context_is_served_and_one_token_more_is_refused(target, mod
         judge.promise("accepted", False, f"{accepted} of {wanted} tokens; beyond: {response.error}")
         return
     judge.recalled(whole.name, response, whole, reference.record(whole.name, whole.tokens))
-    limit = max(wanted, target.info.max_context)
+    limit = target.limit
     beyond = served.generate(model.longest(limit).tokens, 1, first_row=limit)
     judge.promise("refused", beyond.error is not None, f"{limit + 1} tokens were accepted where {limit} are the limit")
     judge.promise("named", str(limit) in (beyond.error or ""), f"the refusal does not name {limit}: {beyond.error}")
