@@ -181,8 +181,7 @@ class Target(Protocol):
         """Release everything: memory, processes, ports. Safe to call twice and after a failed open."""
         ...
 
-    # Optional methods, looked up by name: tokenize(text) -> list[int]; detokenize(ids) -> str;
-    # stats() -> Mapping[str, float]; control(name, **arguments), which may come from another thread while run is in
-    # progress (control("abort", id=...): answered with finish "abort"); peak_memory(reset: bool) -> int | None, the
-    # largest number of bytes held since the last reset, where the model lies; run_op(op, arrays, attributes).
+    # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, the largest number of bytes held since
+    # the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int]; detokenize(ids) -> str;
+    # stats() -> Mapping[str, float]; control(name, **arguments); run_op(op, arrays, attributes).
     # Optional class attributes, read before open: defaults() -> TargetDefaults-like mapping (see registry).
