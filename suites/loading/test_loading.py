@@ -41,8 +41,8 @@ def test_the_source_is_left_unchanged(target, model, precision, judge):
 @pytest.mark.parametrize("kind", damage.KINDS)
 def test_a_damaged_checkpoint_is_refused(target, model, kind, judge, tmp_path):
     """Truncated, missing, duplicate, stale, misshapen or non-finite: refused, with file and tensor named."""
-    broken = damage.apply(kind, model.directory, tmp_path / "checkpoint")
-    message = target.refusal(broken.directory)
+    with damage.applied(kind, model.directory, tmp_path / "checkpoint") as broken:
+        message = target.refusal(broken.directory)
     judge.promise("refused", message is not None, f"{kind}: the target loaded it ({broken.what})")
     judge.promise(
         "named", broken.names_in(message or ""), f"{kind}: the refusal does not name {broken.named}: {message}"
