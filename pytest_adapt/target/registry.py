@@ -196,7 +196,16 @@ def builtin_registry() -> Registry:
         "builtin",
         f"{here}.builtin:BuiltinTarget",
         defaults=TargetDefaults(
-            features={**chunks, "native": (0, 1), "page_size": (0, 5), "prefix_cache": (0, 1)}, observables=everything
+            features={
+                **chunks,
+                "max_waiting": (0, 4),
+                "native": (0, 1),
+                "page_size": (0, 5),
+                "preemption": (0, 1),
+                "prefix_cache": (0, 1),
+                "step_tokens": (0, 7, 16, 64),
+            },
+            observables=everything,
         ),
         requires=("adapt_engine", "torch"),
         install="pip install 'pytest-adapt[engine]' (from a checkout: pip install . ./engine)",

@@ -82,6 +82,7 @@ class Judge:
         except RecordError as problem:
             self._broken(prompt, Problem("record", str(problem)))
             return
+        self._replicas(prompt, response)
         rows = np.flatnonzero(record.positions >= response.first_row)
         certified = emulation.certified[rows]
         self._count(certified)
@@ -132,6 +133,7 @@ class Judge:
             )
             return
         self.observables.add("taps")
+        self._replicas(prompt, response)
         report = compare_sites(
             prompt,
             taps,
@@ -493,6 +495,14 @@ class Judge:
             return False
         self._broken(prompt, Problem("response", f"the target refused the request: {response.error}"))
         return True
+
+    def _replicas(self, prompt: str, response: Response) -> None:
+        """Ranks that hold copies of the same numbers must hold the same bits."""
+        if response.drift:
+            more = f"; and {len(response.drift) - 1} more" if len(response.drift) > 1 else ""
+            self._add(
+                "replicas", float(len(response.drift)), 0.0, False, prompt=prompt, detail=response.drift[0] + more
+            )
 
     def _broken(self, prompt: str, problem: Problem) -> None:
         self._add(problem.metric, math.inf, 0.0, False, prompt=prompt, position=problem.position, detail=problem.reason)

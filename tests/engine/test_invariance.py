@@ -14,20 +14,6 @@ from .conftest import FAMILIES, VOCAB
 Answer = Callable[..., SequenceResult]
 
 
-@pytest.fixture
-def rounding(official: Callable[[str, torch.dtype], torch.Tensor]) -> Callable[[str], float]:
-    """``rounding(family)``: how far two correct float32 evaluations may lie apart.
-
-    Each may be twice as far from float64 as transformers' own float32 is (test_families proves that of ours), so
-    two of them are within four times.
-    """
-
-    def get(family: str) -> float:
-        return 4 * float((official(family, torch.float32) - official(family, torch.float64)).abs().max())
-
-    return get
-
-
 def prompts(count: int) -> list[tuple[int, ...]]:
     """Unequal lengths around page and chunk borders."""
     torch.manual_seed(count)

@@ -12,10 +12,13 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache:
-    """Rows of every layer, addressed by slot. Untouched memory costs nothing until it is written."""
+    """Rows of every layer, addressed by slot. Untouched memory costs nothing until it is written.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, blocks: int, page_size: int) -> None:
-        self.groups = groups_of(spec)
+    On one of many ranks ``spec`` is what that rank computes (its KV heads, its layers, numbered from ``first``).
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, blocks: int, page_size: int, first: int = 0) -> None:
+        self.groups = groups_of(spec, first)
         self.page_size = page_size
         self.slots = blocks * page_size
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
