@@ -7,13 +7,16 @@ shard deleted, a shard shorter than its header, a stale copy of a tensor in a la
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "Damage", "apply"]
+__all__ = ["KINDS", "Damage", "applied"]
 
 INDEX = "model.safetensors.index.json"
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
@@ -34,15 +37,15 @@ class Damage:
 
 
 class _Shard:
-    """One safetensors file, held as its header and raw tensor bytes."""
+    """One safetensors file: its header, and its tensors as views of the mapped file."""
 
     def __init__(self, path: Path) -> None:
-        raw = path.read_bytes()
+        raw = _mapped(path)
         size = int.from_bytes(raw[:8], "little")
-        header: dict[str, Any] = json.loads(raw[8 : 8 + size])
+        header: dict[str, Any] = json.loads(bytes(raw[8 : 8 + size]))
         self.path = path
         self.metadata = header.pop("__metadata__", None)
-        self.tensors: dict[str, tuple[str, list[int], bytes]] = {
+        self.tensors: dict[str, tuple[str, list[int], memoryview | bytes]] = {
             name: (
                 entry["dtype"],
                 entry["shape"],
@@ -53,18 +56,30 @@ class _Shard:
 
     def save(self) -> None:
         header: dict[str, Any] = {} if self.metadata is None else {"__metadata__": self.metadata}
-        offset, body = 0, []
+        offset = 0
         for name, (dtype, shape, data) in self.tensors.items():
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
             offset += len(data)
-            body.append(data)
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
-        self.path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(body))
+        _rewrite(self.path, len(head).to_bytes(8, "little"), head, *(data for _, _, data in self.tensors.values()))
 
     def matrix(self) -> str:
         """A weight matrix of this shard, the same one every time."""
         return min(name for name, (dtype, shape, _) in self.tensors.items() if len(shape) == 2 and dtype in _NAN)
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _rewrite(path: Path, *parts: bytes | memoryview) -> None:
+    """Put a new file in the place of ``path``, which is a link to the undamaged one."""
+    fresh = path.with_name(f"{path.name}.new")
+    with fresh.open("wb") as file:
+        file.writelines(parts)
+    os.replace(fresh, path)
 
 
 def _shards(directory: Path) -> list[_Shard]:
@@ -76,8 +91,7 @@ def _shards(directory: Path) -> list[_Shard]:
 
 def _truncated(directory: Path) -> tuple[str, tuple[str, ...]]:
     path = _shards(directory)[-1].path
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 64)
+    _rewrite(path, _mapped(path)[:-64])
     return f"{path.name} lost its last 64 bytes", (path.name,)
 
 
@@ -94,7 +108,7 @@ def _missing_tensor(directory: Path) -> tuple[str, tuple[str, ...]]:
     shard.save()
     index = json.loads((directory / INDEX).read_text())
     del index["weight_map"][name]
-    (directory / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+    _rewrite(directory / INDEX, json.dumps(index, indent=1, sort_keys=True).encode())
     return f"{name} is in no file and not in the index", (name,)
 
 
@@ -146,7 +160,8 @@ def _poisoned(pattern: dict[str, bytes], what: str) -> Callable[[Path], tuple[st
         name = shard.matrix()
         dtype, shape, data = shard.tensors[name]
         middle = len(data) // 2 // len(pattern[dtype]) * len(pattern[dtype])
-        shard.tensors[name] = (dtype, shape, data[:middle] + pattern[dtype] + data[middle + len(pattern[dtype]) :])
+        after = middle + len(pattern[dtype])
+        shard.tensors[name] = (dtype, shape, b"".join((data[:middle], pattern[dtype], data[after:])))
         shard.save()
         return f"{name} holds one {what}", (name,)
 
@@ -167,11 +182,25 @@ _APPLY: dict[str, Callable[[Path], tuple[str, tuple[str, ...]]]] = {
 KINDS: tuple[str, ...] = tuple(_APPLY)
 
 
-def apply(kind: str, source: Path, destination: Path) -> Damage:
-    """Copy the checkpoint ``source`` to ``destination`` and damage the copy. Raises ValueError for an unknown kind
-    or a checkpoint of one shard."""
+@contextmanager
+def applied(kind: str, source: Path, destination: Path) -> Iterator[Damage]:
+    """A damaged copy of the checkpoint ``source`` at ``destination``, removed at the end.
+
+    Files that the damage leaves alone are hard links where the file system has them. Raises ValueError for an unknown
+    kind or a checkpoint of one shard.
+    """
     if kind not in _APPLY:
         raise ValueError(f"unknown damage {kind!r}; known: {', '.join(KINDS)}")
-    shutil.copytree(source, destination)
-    what, named = _APPLY[kind](destination)
-    return Damage(destination, what, named)
+    try:
+        shutil.copytree(source, destination, copy_function=_link)
+        what, named = _APPLY[kind](destination)
+        yield Damage(destination, what, named)
+    finally:
+        shutil.rmtree(destination, ignore_errors=True)
+
+
+def _link(source: str, destination: str) -> None:
+    try:
+        os.link(os.path.realpath(source), destination)
+    except OSError:
+        shutil.copyfile(source, destination)

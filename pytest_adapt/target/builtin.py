@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
 from pytest_adapt.target.seams import BuiltinSeams
 from pytest_adapt.target.threads import calm_openmp, fair_threads
@@ -31,7 +32,7 @@ _FEATURES = {
     "native": (0, 1),
     "page_size": (0, 5),
     "preemption": (0, 1),
-    "prefill_chunk": (0, 1, 7, 16, 64),
+    "prefill_chunk": (0, 1, 7, 16, 64, 512),
     "prefix_cache": (0, 1),
     "step_tokens": (0, 7, 16, 64),
 }
@@ -172,6 +173,10 @@ class BuiltinTarget:
     def stats(self) -> dict[str, float]:
         """Counters of the engine since it was opened."""
         return {} if self.engine is None else self.engine.stats()
+
+    def peak_memory(self, reset: bool = False) -> int | None:
+        """Largest resident size of this process since the last reset, in bytes."""
+        return own_peak(reset)
 
     def _tokenizer(self) -> Tokenizer:
         from adapt_engine import CheckpointError

@@ -2,7 +2,8 @@
 
 The yardstick of a comparison is the error that the oracle makes when it rounds as eager code of that precision
 does. Two statistics are held against it: the root mean square over everything compared, which thousands of
-values make sharp, and the largest single error, which finds local faults. No tolerance is set by hand.
+values make sharp, and the largest single error, which finds local faults. The factors below hold for every model,
+site and target; what they let through and what they see is bounded by tests/verdict/test_detection.py.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ class Comparison:
 
         A multiple of the emulation's largest error over all rows. Where the emulation itself errs more in a row than
         elsewhere (cancellation, a volatile position), the row's budget grows alike: as many of its own rms as the
-        largest error is of the pooled one. Never below one ulp at the row's own magnitude.
+        largest error of any row is of that row's. Never below one ulp at the row's own magnitude.
         """
-        yard = float(self._all("yard_largest").max())
-        pooled = _root_mean(self._all("yard_square"), np.maximum(self._all("count"), 1))
-        peak = yard / pooled if pooled else 0.0
+        largest, root = self._all("yard_largest"), np.sqrt(self._all("yard_square"))
+        yard = float(largest.max())
+        peak = float(np.max(np.divide(largest, root, out=np.zeros_like(root), where=root > 0)))
         factor = max(MAX_FACTOR, spread(self.positions)) * self.widen
         return [
             np.maximum(factor * np.maximum(yard, peak * np.sqrt(rows.yard_square)), rows.floor * self.widen)

@@ -89,7 +89,7 @@ def compare_sites(
             other = np.asarray(FORMATS[form](other.astype(np.float32)), np.float64)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
         view = _SiteView(prompt, name, np.asarray(value, np.float64), own, other, form, ids, length)
-        for measurement, divergence in view.judge(_widening(name, rounds, form)):
+        for measurement, divergence in view.judge(_widening(name, form, precision, rounds)):
             if divergence is not None:
                 report.fail(measurement, divergence)
             if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
@@ -176,17 +176,22 @@ class _SiteView:
         )
 
 
-def _widening(name: str, rounds: str, form: str) -> float:
+def _widening(name: str, form: str, precision: str, rounds: str) -> float:
     """By how much a yardstick grows for roundings that the eager emulation does not make.
 
-    A fused target's operation has an input that is off by one rounding more. Attention passes through scores and
+    A fused target's operation has an input that is off by one rounding more, where it shows a rounded copy of what it
+    goes on with (in float32 nothing is rounded to be shown). Attention passes through scores and
     weights that nobody shows, and engines form them in other ways than eager code (scaled before or after the
     product, in base 2, merged over chunks of keys): one rounding more there too. The root of a norm is formed in other
     ways as well (divided by, or its reciprocal; sums in lanes): its error is float32's and shared by a whole row, so
     that the emulation's largest error is the luck of a few rows. Independent errors add in square.
     """
     local = layer_of(name)[1]
-    extra = (rounds == "fused") + (local == "attn.context") + (local.endswith("norm") and form == "fp32")
+    extra = (
+        (rounds == "fused" and precision != "fp32")
+        + (local == "attn.context")
+        + (local.endswith("norm") and form == "fp32")
+    )
     return math.sqrt(1.0 + extra)
 
 

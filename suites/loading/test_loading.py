@@ -6,7 +6,7 @@ from pytest_adapt.models import damage
 
 
 @pytest.mark.requirement(11, 90)
-@pytest.mark.adapt(rung="loads", needs=("text",), blocks=True)
+@pytest.mark.adapt(rung="loads", needs=("text",), classes="any", blocks=True)
 def test_the_model_loads_and_answers(target, model, precision, judge):
     """Tokenise, generate, decode: the token counts are exact and the output has the length asked for."""
     for name, tokens in model.prompts(32).items():
@@ -41,8 +41,8 @@ def test_the_source_is_left_unchanged(target, model, precision, judge):
 @pytest.mark.parametrize("kind", damage.KINDS)
 def test_a_damaged_checkpoint_is_refused(target, model, kind, judge, tmp_path):
     """Truncated, missing, duplicate, stale, misshapen or non-finite: refused, with file and tensor named."""
-    broken = damage.apply(kind, model.directory, tmp_path / "checkpoint")
-    message = target.refusal(broken.directory)
+    with damage.applied(kind, model.directory, tmp_path / "checkpoint") as broken:
+        message = target.refusal(broken.directory)
     judge.promise("refused", message is not None, f"{kind}: the target loaded it ({broken.what})")
     judge.promise(
         "named", broken.names_in(message or ""), f"{kind}: the refusal does not name {broken.named}: {message}"

@@ -145,19 +145,29 @@ def the_first_choice_counts(world: dict[str, Any]) -> None:
 
 
 def every_element_of_a_site_counts(world: dict[str, Any]) -> None:
+    """One element beyond its budget is red and named; within what is left of the budget it is not."""
+    name = "layer.2.attn.context"
     for index in ((0, 0, 0), (TOKENS - 1, 5, 19), (13, 2, 7)):
-        for sign in (1.0, -1.0):
 
-            def change(value: np.ndarray, index: Any = index, sign: float = sign) -> np.ndarray:
-                value[index] += sign * 6e-6 * np.abs(value).max()
+        def judged(error: float, index: Any = index) -> Judge:
+            """With ``error`` added to one element, in units of the rms of its row."""
+
+            def change(value: np.ndarray) -> np.ndarray:
+                value[index] += error * np.sqrt(np.mean(np.asarray(value[index[:-1]], np.float64) ** 2))
                 return value
 
-            judge = sites(world, "layer.2.attn.context", change)
-            assert "site.max" in [one.metric for one in judge.failures()]
+            return sites(world, name, change)
+
+        (large,) = (one for one in judged(1e-3).failures() if one.metric == "site.max")
+        assert large.value == pytest.approx(1e-3, rel=0.01)
+        for sign in (1.0, -1.0):
+            judge = judged(sign * 1.6 * large.budget)
+            assert {one.metric for one in judge.failures()} == {"site.max"}, "no other statistic sees one element"
             found = judge.divergence
             assert found is not None
-            assert (found.site, found.position, found.layer) == ("layer.2.attn.context", index[0], 2)
+            assert (found.site, found.position, found.layer) == (name, index[0], 2)
             assert str(list(index[1:])) in found.note
+            assert not judged(sign * 0.4 * large.budget).failures()
 
 
 def small_rows_count(world: dict[str, Any]) -> None:
@@ -175,6 +185,8 @@ def a_site_that_is_wrong_everywhere(world: dict[str, Any]) -> None:
     for factor in (1.0 + 4e-7, 1.0 - 4e-7):
         failed = sites(world, "layer.3.moe.routed", lambda x, f=factor: x * f).failures()
         assert "site.rms" in {one.metric for one in failed}
+    failed = sites(world, "layer.3.moe.routed", lambda x: x * 1.001).failures()
+    assert next(one.value for one in failed if one.metric == "site.rms") == pytest.approx(1e-3, rel=0.01)
 
 
 def the_first_site_is_named(world: dict[str, Any]) -> None:

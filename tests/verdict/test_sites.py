@@ -374,7 +374,7 @@ def norms(width: int, rows: int, seed: int) -> Iterator[tuple[np.ndarray, np.nda
 @pytest.mark.parametrize("seed", [5494, 15464, 24438, 29629])  # the worst of 40,000
 def test_a_norm_may_form_its_root_in_another_way(seed: int) -> None:
     """The rows of a short prompt share few errors of their roots: where the emulation was lucky, others were not."""
-    healthy = _widening("layer.0.attn.kv_a_norm", "eager", "fp32")
+    healthy = _widening("layer.0.attn.kv_a_norm", "fp32", "fp32", "eager")
     alarms = {1.0: 0, healthy: 0}
     for exact, emulated, other in norms(28, 22, seed):
         scale = np.sqrt(np.mean(exact**2, axis=1, keepdims=True))
@@ -387,4 +387,4 @@ def test_a_norm_may_form_its_root_in_another_way(seed: int) -> None:
 
 
 def test_a_norm_gets_no_room_in_16_bits() -> None:
-    assert _widening("layer.0.attn.kv_a_norm", "eager", "bf16") == 1.0, "the root is float32 there as well"
+    assert _widening("layer.0.attn.kv_a_norm", "bf16", "bf16", "eager") == 1.0, "the root is float32 there as well"
