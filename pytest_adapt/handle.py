@@ -16,6 +16,8 @@ from pytest_adapt.verdict.status import Verdict
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
     from pytest_adapt.models import ModelEntry
+    from pytest_adapt.models.recall import Recall
+    from pytest_adapt.models.walks import Walk
 
 __all__ = ["ModelHandle"]
 
@@ -85,6 +87,24 @@ class ModelHandle:
         name, ids = next((one for one in everything if len(one[1]) > least), everything[-1])
         return {name: ids[:limit]}
 
+    def recalls(self, context: int) -> tuple[Recall, ...]:
+        """Of a needle model: prompts of a context length with needles and questions at every boundary."""
+        from pytest_adapt.models.recall import recalls
+
+        return recalls(self._closed(), context)
+
+    def walks(self, count: int, *, shortest: int, longest: int, seed: int = 0) -> tuple[Walk, ...]:
+        """Of a needle model: requests of mixed lengths, each with a secret of its own."""
+        from pytest_adapt.models.walks import walks
+
+        return walks(self._closed(), count, shortest=shortest, longest=longest, seed=seed)
+
+    def longest(self, length: int) -> Recall:
+        """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
+        from pytest_adapt.models.recall import longest
+
+        return longest(self._closed(), length)
+
     def tensor_names(self) -> list[str]:
         """Every tensor that the index names (or, without an index, that the files hold), sorted."""
         return sorted(name for file in self._weight_files() for name in _header(file) if name != "__metadata__")
@@ -124,6 +144,11 @@ class ModelHandle:
             must_pass=(),
         )
         return prompts_of(entry, self.directory)
+
+    def _closed(self) -> ModelEntry:
+        if self.entry is None or self.entry.kind != "needle":
+            raise Verdict(Status.UNKNOWN, f"model {self.name} is no needle model: what it answers has no closed form")
+        return self.entry
 
     def _weight_files(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"

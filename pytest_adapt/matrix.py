@@ -40,6 +40,8 @@ RESERVE = 128
 """Tokens of output that a deployment accepts beyond its longest context."""
 LEAST_CONTEXT = 512
 """Suites that have no context axis use prompts up to this length."""
+APART = "needle"
+"""Shape class of models that are made for some suites, and judged by those alone."""
 _COUNTS: Mapping[str, int] = {
     "vocab_size": 8,
     "num_hidden_layers": 0,
@@ -98,6 +100,7 @@ PROFILES: Mapping[str, Profile] = {
             ),
             "aligned": Take(_COMMON, (512,)),
             "real": Take(("fp32",), (64,), ("smollm2", "smollm2-moe-equal"), prompts=2),
+            "needle": Take(_COMMON, (1024, 4096, 16384)),
         },
         other=Take(_COMMON, (512,)),
     ),
@@ -106,6 +109,7 @@ PROFILES: Mapping[str, Profile] = {
             "odd": Take(PRECISIONS, _ALL_CONTEXTS),
             "aligned": Take(PRECISIONS, _ALL_CONTEXTS),
             "real": Take(PRECISIONS, _ALL_CONTEXTS),
+            "needle": Take(PRECISIONS, (1024, 4096, 16384, 65536)),
         },
         other=Take(PRECISIONS, _ALL_CONTEXTS),
         both=True,
@@ -127,6 +131,11 @@ class Model:
     """Named by --adapt-models."""
 
     @property
+    def shape_class(self) -> str:
+        """Of the catalogue's entry; "" for a directory."""
+        return self.entry.shape_class if self.entry else ""
+
+    @property
     def max_position(self) -> int:
         """Positions that the configuration allows; 0 where it does not say."""
         return int(self.config.get("max_position_embeddings") or 0)
@@ -146,6 +155,8 @@ class Mark:
     required: bool = True
     blocks: bool = False
     """Whether the rest of its deployment is blocked when this item is red."""
+    classes: tuple[str, ...] = ()
+    """Shape classes; () for all but `APART`, "any" for all."""
     models: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
@@ -202,17 +213,23 @@ class Matrix:
     def project(self, axes: tuple[str, ...], mark: Mark) -> tuple[list[Any], list[str]]:
         """(values, ids) for ``metafunc.parametrize``: the distinct projections of the rows that the mark allows."""
         rows = self.layout_rows if mark.rung == "layouts" else self.rows
-        key = (rows is self.rows, axes, mark.models, mark.layouts, mark.precisions, mark.contexts)
+        key = (rows is self.rows, axes, mark.classes, mark.models, mark.layouts, mark.precisions, mark.contexts)
         if key not in self._cache:
             wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
             places = [AXES.index(axis) for axis in axes]
             found: dict[tuple[Any, ...], None] = {}
             for row in rows:
-                if all(not allowed or row[place] in allowed for place, allowed in enumerate(wanted)):
+                if self._in_class(row[0], mark.classes) and all(
+                    not allowed or row[place] in allowed for place, allowed in enumerate(wanted)
+                ):
                     found[tuple(row[place] for place in places)] = None
             ids = ["-".join(map(str, values)) for values in found]
             self._cache[key] = ([values[0] for values in found] if len(axes) == 1 else list(found), ids)
         return self._cache[key]
+
+    def _in_class(self, model: str, classes: tuple[str, ...]) -> bool:
+        found = self.models[model].shape_class
+        return found in classes or "any" in classes or not classes and found != APART
 
     def max_context(self, model: str) -> int:
         """``Deployment.max_context`` of a model: the same in all its cells, so that contexts share one deployment."""
@@ -237,7 +254,7 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
     rows: list[tuple[str, str, str, int]] = []
     prompts: dict[str, int] = {}
     for model in models:
-        take = profile.classes.get(model.entry.shape_class if model.entry else "", profile.other)
+        take = profile.classes.get(model.shape_class, profile.other)
         contexts = settings.contexts or _contexts(model, take)
         prompts[model.name] = take.prompts
         if model.max_position and settings.contexts and max(contexts) > model.max_position:
@@ -322,7 +339,7 @@ def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
         raise pytest.Collector.CollectError(
             f"{where}: mark adapt does not take {wrong}; it takes {', '.join(sorted(known))}"
         )
-    for name in ("needs", "models", "layouts", "precisions", "contexts"):
+    for name in ("needs", "classes", "models", "layouts", "precisions", "contexts"):
         if name in given:
             value = given[name]
             given[name] = (value,) if isinstance(value, str | int) else tuple(value)

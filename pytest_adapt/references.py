@@ -65,6 +65,10 @@ class References:
             return self._target(model, precision, live)
         if model.entry is None:
             return live
+        if model.entry.kind == "needle":
+            from pytest_adapt.golden.reference import ClosedReference
+
+            return ClosedReference(live, model.entry)
         from pytest_adapt.golden.reference import GoldenProblem
         from pytest_adapt.golden.store import StoreError
 

@@ -16,7 +16,7 @@ from .config import ModelSpec  # noqa: E402
 from .errors import CheckpointError, ConfigError, EngineError, LayoutError  # noqa: E402
 from .layout import Layout  # noqa: E402
 from .runtime.engine import Engine  # noqa: E402
-from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult  # noqa: E402
+from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate  # noqa: E402
 from .version import __version__  # noqa: E402
 from .weights.loader import LoadReport  # noqa: E402
 
@@ -32,5 +32,6 @@ __all__ = [
     "ModelSpec",
     "SequenceRequest",
     "SequenceResult",
+    "SequenceUpdate",
     "__version__",
 ]

@@ -218,6 +218,20 @@ def official(checkpoints: Callable[[str], Path], prompt: tuple[int, ...]) -> Cal
 
 
 @pytest.fixture
+def rounding(official: Callable[[str, torch.dtype], torch.Tensor]) -> Callable[[str], float]:
+    """``rounding(family)``: how far two correct float32 evaluations may lie apart.
+
+    Each may be twice as far from float64 as transformers' own float32 is (test_families proves that of ours), so
+    two of them are within four times.
+    """
+
+    def get(family: str) -> float:
+        return 4 * float((official(family, torch.float32) - official(family, torch.float64)).abs().max())
+
+    return get
+
+
+@pytest.fixture
 def opened(checkpoints: Callable[[str], Path]) -> Any:
     """``opened(family, **options)``: an engine, closed when the test ends."""
     engines: list[Engine] = []

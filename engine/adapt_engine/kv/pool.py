@@ -29,11 +29,26 @@ class BlockPool:
         self._kept: set[int] = set()
         self.evicted: list[int] = []
         """Blocks whose contents were given up since the owner last drained this list."""
+        self.peak = 0
+        """Most blocks that were in use at once."""
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can still give for successive pages, evicting idle ones."""
-        return self.owners * min(len(free) + len(idle) for free, idle in zip(self._free, self._idle, strict=True))
+        """Blocks that `allocate` can still give, evicting idle ones."""
+        return sum(self.available_to)
+
+    @property
+    def available_to(self) -> list[int]:
+        """Those blocks by owner."""
+        return [len(free) + len(idle) for free, idle in zip(self._free, self._idle, strict=True)]
+
+    @property
+    def in_use(self) -> int:
+        """Blocks with at least one user."""
+        return self.blocks - self.available
+
+    def is_used(self, block: int) -> bool:
+        return self._counts[block] > 0
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle[block % self.owners]
@@ -53,12 +68,16 @@ class BlockPool:
         else:
             raise EngineError(f"KV pool exhausted: all {self.blocks} blocks are in use; raise kv_tokens")
         self._counts[block] = 1
+        self.peak = max(self.peak, self.in_use)
         return block
 
     def share(self, block: int) -> None:
-        """One more user of a block whose contents are valid."""
+        """One more user of a block whose contents are valid. Raises EngineError for a free block, which has none."""
+        if self._counts[block] <= 0 and not self.is_idle(block):
+            raise EngineError(f"KV block {block} is free: nothing in it can be shared")
         self._idle[block % self.owners].pop(block, None)
         self._counts[block] += 1
+        self.peak = max(self.peak, self.in_use)
 
     def keep(self, block: int) -> None:
         """The block carries a cached prefix: when its last user leaves, it becomes idle instead of free."""

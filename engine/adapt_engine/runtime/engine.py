@@ -6,8 +6,8 @@ has a scheduler and a block pool of its own.
 
 from __future__ import annotations
 
-import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from ..comm import Traffic
 from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
-from ..kv.groups import groups_of
 from ..kv.pool import BlockPool
 from ..kv.prefix import PrefixCache
 from ..layout import Layout
@@ -26,11 +25,11 @@ from ..weights.loader import LoadReport
 from ..weights.shards import ShardPlan, check_cover
 from .assemble import Assembler, Drift
 from .executor import Executor, LocalExecutor
+from .memory import RankMemory, check_memory
 from .plan import RankAnswer, SequencePlan, StepPlan
-from .requests import DTYPES, EngineOptions, SequenceRequest, SequenceResult
+from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
-from .worker import RankMemory
 
 __all__ = ["Engine"]
 
@@ -51,6 +50,9 @@ class Replica:
 
 class Engine:
     """A loaded model. Build with `open`; not thread-safe.
+
+    `run` serves a batch of requests to the end. Whoever wants tokens as they come, or submits while others run, uses
+    what it is made of: `submit`, then `step` while `busy`. `abort` works with both.
 
     Attributes: ``spec`` (what the model is), ``options``, ``layout``, ``load_report``, ``executor`` (its ranks),
     ``replicas``, and of the first of each: ``kernels_registry`` (the seam for wrapping ops), ``pool``, ``prefix`` and
@@ -73,6 +75,7 @@ class Engine:
         self._turn = 0
         self._seen = 0
         self._open = True
+        self._ended: deque[SequenceResult] = deque()
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
 
     def _replica(self, blocks: int) -> Replica:
@@ -102,7 +105,7 @@ class Engine:
         options = options or EngineOptions()
         spec = spec_from_config(read_config(directory))
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
-        _check_memory(plan, options)
+        check_memory(plan, options)
         if options.threads:
             torch.set_num_threads(options.threads)
         try:
@@ -120,36 +123,37 @@ class Engine:
         """Serve requests together; yields each result as soon as it is complete.
 
         A request that cannot be served gives a result with ``error``; the others are not affected. Leaving
-        the iterator early drops what is still in flight.
+        the iterator early drops what is still in flight. Requests are taken from ``requests`` as there is room.
         """
-        if not self._open:
-            raise EngineError("engine is closed; open it again")
-        if self._in_flight():
-            raise EngineError("run() is already in progress; finish or close its iterator first")
+        self._check_open()
+        if self.busy:
+            raise EngineError("a run is already in progress; finish or close its iterator, or step until idle, first")
         source = iter(requests)
-        self._seen = len(self.drifts)
+        queue = min(self.options.max_batch, self.options.max_waiting or self.options.max_batch)
         try:
             more = True
-            while more or self._in_flight():
-                while (
-                    more and min(len(replica.scheduler.waiting) for replica in self.replicas) < self.options.max_batch
-                ):
+            while more or self.busy:
+                while more and min(len(replica.scheduler.waiting) for replica in self.replicas) < queue:
                     try:
                         request = next(source)
                     except StopIteration:
                         more = False
                         break
-                    refused = self._submit(request)
+                    refused = self.submit(request)
                     if refused is not None:
                         yield refused
-                yield from self._step()
-            self.check_integrity()
+                yield from (update.result for update in self.step() if update.result is not None)
         finally:
-            for replica in self.replicas:
-                replica.scheduler.drop_all()
+            self.drop_all()
 
-    def _in_flight(self) -> bool:
-        return any(replica.load for replica in self.replicas)
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return bool(self._ended) or any(replica.load for replica in self.replicas)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineError("engine is closed; open it again")
 
     def _assign(self) -> Replica:
         """The replica with the fewest requests; among equals, the one that has waited longest for one."""
@@ -159,9 +163,15 @@ class Engine:
         self._turn = (chosen + 1) % count
         return self.replicas[chosen]
 
-    def _submit(self, request: SequenceRequest) -> SequenceResult | None:
+    def submit(self, request: SequenceRequest) -> SequenceResult | None:
+        """Queue a request. None where it is accepted; otherwise the result, with ``error``, that it gets at once."""
+        self._check_open()
+        if not self.busy:
+            self._seen = len(self.drifts)
         self._counts["requests"] += 1
         problem = request.problem(self.spec.vocab, self.options)
+        if problem is None and any(request.id in replica.scheduler for replica in self.replicas):
+            problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
                 self._assign().scheduler.submit(request)
@@ -170,6 +180,24 @@ class Engine:
                 problem = str(refusal)
         self._counts["errors"] += 1
         return SequenceResult(request.id, finish="error", error=problem)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False where none of that id is in flight (it may just have ended).
+
+        Its blocks are back when this returns. Its result, with finish ``abort``, comes with the next step.
+        """
+        for replica in self.replicas:
+            sequence = replica.scheduler.abort(request_id)
+            if sequence is not None:
+                self._ended.append(self._result(sequence))
+                return True
+        return False
+
+    def drop_all(self) -> None:
+        """Forget everything in flight, without results."""
+        for replica in self.replicas:
+            replica.scheduler.drop_all()
+        self._ended.clear()
 
     def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
         first, last = sequence.computed, sequence.computed + count
@@ -182,13 +210,26 @@ class Engine:
         draws = last == len(sequence.known) and sequence.generated < request.max_new_tokens
         begin = last - 1 if draws else last
         if request.want_logits:
-            begin = min(begin, max(first, request.first_row))
+            begin = min(begin, max(first, request.first_row, sequence.reached))
         return begin
 
-    def _step(self) -> Iterator[SequenceResult]:
+    def step(self) -> list[SequenceUpdate]:
+        """One forward pass over the next tokens of what is in flight; what it drew and what came to an end.
+
+        Nothing happens while idle. Raises EngineError where the engine is closed, a rank failed, or the accounts do
+        not add up (checked whenever nothing is left in flight).
+        """
+        self._check_open()
+        updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
+        self._ended.clear()
         scheduled = [replica.scheduler.schedule() for replica in self.replicas]
-        if not any(scheduled):
-            return
+        if any(scheduled):
+            updates.extend(self._compute(scheduled))
+        if not self.busy:
+            self.check_integrity()
+        return updates
+
+    def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
@@ -202,7 +243,7 @@ class Engine:
 
     def _advance_replica(
         self, step: StepPlan, answers: list[RankAnswer], dp: int, items: list[tuple[Sequence, int]]
-    ) -> Iterator[SequenceResult]:
+    ) -> Iterator[SequenceUpdate]:
         logits, taps = self._assembler.replica(step, answers, dp)
         taps = {site: rows for site, rows in taps.items() if site in self._wanted}
         self._counts["rows"] += sum(count for _, count in items)
@@ -212,36 +253,39 @@ class Engine:
             own = logits[head : head + plan.last - plan.head]
             self._keep(sequence, own, taps, row, count)
             row, head = row + count, head + len(own)
-            sequence.computed += count
-            self._advance(sequence, own)
+            sequence.advance(count)
+            drawn = self._advance(sequence, own)
             if sequence.finish:
                 self.replicas[dp].scheduler.finish(sequence)
-                yield self._result(sequence)
+                yield SequenceUpdate(sequence.request.id, drawn, self._result(sequence))
+            elif drawn:
+                yield SequenceUpdate(sequence.request.id, drawn)
 
     def _keep(
         self, sequence: Sequence, logits: torch.Tensor, tapped: dict[str, torch.Tensor], row: int, count: int
     ) -> None:
-        skip = max(0, sequence.request.first_row - sequence.computed)
+        # Rows that were handed out before a preemption are not handed out again.
+        skip = max(0, max(sequence.request.first_row, sequence.reached) - sequence.computed)
         if sequence.request.want_logits:
             sequence.logits.append(logits if skip < count else logits[:0])
         for name, rows in tapped.items():
             if skip < count:
                 sequence.taps.setdefault(name, []).append(rows[row + skip : row + count].clone())
 
-    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> tuple[int, ...]:
         """Draw the next token where all known ones are computed; decide whether the sequence is finished."""
         request = sequence.request
         if sequence.computed < len(sequence.known):
-            return
+            return ()
         if sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
-            return
+            return ()
         last = logits[-1]
         if not bool(torch.isfinite(last).all()):
             sequence.finish = "error"
             sequence.error = f"logits after token {sequence.computed - 1} are not finite"
             self._counts["errors"] += 1
-            return
+            return ()
         token = self.kernels_registry.ops.sample(
             last,
             temperature=request.temperature,
@@ -256,12 +300,13 @@ class Engine:
             sequence.finish = "stop"
         elif sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
+        return (token,)
 
     def _result(self, sequence: Sequence) -> SequenceResult:
-        seconds = time.perf_counter() - sequence.started
+        seconds = time.perf_counter() - sequence.started if sequence.started else 0.0
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
-        kept = _joined(sequence.logits) if sequence.request.want_logits else None
+        kept = _joined(sequence.logits) if sequence.logits else None
         return SequenceResult(
             id=sequence.request.id,
             tokens=tuple(sequence.known[len(sequence.request.prompt) :]),
@@ -270,6 +315,7 @@ class Engine:
             taps={name: _joined(parts) for name, parts in sequence.taps.items()},
             cached_tokens=sequence.cached,
             seconds=seconds,
+            preemptions=sequence.preemptions,
             drift=tuple(str(drift) for drift in self.drifts[self._seen :]),
         )
 
@@ -278,9 +324,17 @@ class Engine:
         found: dict[str, float] = dict(self._counts)
         found["running"] = sum(len(replica.scheduler.running) for replica in self.replicas)
         found["waiting"] = sum(len(replica.scheduler.waiting) for replica in self.replicas)
+        for name in self.scheduler.counts:
+            each = [replica.scheduler.counts[name] for replica in self.replicas]
+            found[name] = max(each) if name == "largest_queue" else sum(each)
         found["kv_blocks"] = sum(replica.pool.blocks for replica in self.replicas)
         found["kv_blocks_available"] = sum(replica.pool.available for replica in self.replicas)
-        found["kv_bytes"] = sum(rank.kv for rank in self.memory())
+        found["kv_blocks_peak"] = sum(replica.pool.peak for replica in self.replicas)
+        ranks = self.memory()
+        found["weight_bytes"] = sum(rank.weights for rank in ranks)
+        found["kv_bytes"] = sum(rank.kv for rank in ranks)
+        if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
+            found["temporary_bytes"] = temporary
         found["drifts"] = len(self.drifts)
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
@@ -294,7 +348,7 @@ class Engine:
         return self._assembler.drifts
 
     def memory(self) -> list[RankMemory]:
-        """Bytes that each rank has allocated, by class."""
+        """Bytes of each rank by class; `adapt_engine.runtime.memory` says what is counted."""
         return self.executor.memory()
 
     def traffic(self) -> list[dict[tuple[str, str], Traffic]]:
@@ -302,14 +356,16 @@ class Engine:
         return self.executor.traffic()
 
     def check_integrity(self) -> None:
-        """Invariants of schedulers, pools and prefix caches; also checked whenever a run ends. Raises EngineError."""
+        """Invariants of schedulers, pools and prefix caches; also checked whenever nothing is left in flight.
+
+        Raises EngineError.
+        """
         for replica in self.replicas:
             replica.scheduler.check_integrity()
 
     def close(self) -> None:
         """Release weights and caches. Safe to call twice."""
-        for replica in self.replicas:
-            replica.scheduler.drop_all()
+        self.drop_all()
         self._open = False
         self.executor.close()
 
@@ -339,23 +395,3 @@ def _together(reports: list[LoadReport]) -> LoadReport:
         largest=max(one.largest for one in reports),
         io_share=sum(one.io_share * one.seconds for one in reports) / seconds if seconds > 0 else 0.0,
     )
-
-
-def _check_memory(plan: ShardPlan, options: EngineOptions) -> None:
-    """Refuse a KV cache that this machine cannot hold, before anything is allocated."""
-    if not hasattr(os, "sysconf"):
-        return
-    tokens = -(-options.cache_tokens // options.page_size) * options.page_size
-    element = DTYPES[options.precision].itemsize
-    per_token = sum(
-        group.bytes_per_token(element)
-        for rank in range(plan.mesh.layout.world)
-        for group in groups_of(plan.local_spec(rank))
-    )
-    needed = per_token * tokens // plan.mesh.layout.sp
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        raise EngineError(
-            f"option kv_tokens: {tokens} slots need {needed} bytes, this machine has {present}; "
-            "lower kv_tokens or max_context"
-        )
