@@ -31,9 +31,7 @@ class Bench:
             self._oracles[model] = Oracle(materialise(model, self._root))
         return self._oracles[model]
 
-    def judge(
-        self, fault: Fault | None, model: str, precision: str, layout: str = "single"
-    ) -> tuple[Judge, Response]:
+    def judge(self, fault: Fault | None, model: str, precision: str, layout: str = "single") -> tuple[Judge, Response]:
         directory = materialise(model, self._root)
         tokens = prompts(models()[model], directory)["random-150"][:LENGTH]
         target = resolve("builtin").create()
