@@ -9,13 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.layout import LayoutError, check, parse
+from pytest_adapt.strategies import fits
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
 
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
     from pytest_adapt.models import ModelEntry
+    from pytest_adapt.models.recall import Recall
+    from pytest_adapt.models.walks import Walk
 
 __all__ = ["ModelHandle"]
 
@@ -85,6 +87,24 @@ class ModelHandle:
         name, ids = next((one for one in everything if len(one[1]) > least), everything[-1])
         return {name: ids[:limit]}
 
+    def recalls(self, context: int) -> tuple[Recall, ...]:
+        """Of a needle model: prompts of a context length with needles and questions at every boundary."""
+        from pytest_adapt.models.recall import recalls
+
+        return recalls(self._closed(), context)
+
+    def walks(self, count: int, *, shortest: int, longest: int, seed: int = 0) -> tuple[Walk, ...]:
+        """Of a needle model: requests of mixed lengths, each with a secret of its own."""
+        from pytest_adapt.models.walks import walks
+
+        return walks(self._closed(), count, shortest=shortest, longest=longest, seed=seed)
+
+    def longest(self, length: int) -> Recall:
+        """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
+        from pytest_adapt.models.recall import longest
+
+        return longest(self._closed(), length)
+
     def tensor_names(self) -> list[str]:
         """Every tensor that the index names (or, without an index, that the files hold), sorted."""
         return sorted(name for file in self._weight_files() for name in _header(file) if name != "__metadata__")
@@ -99,20 +119,8 @@ class ModelHandle:
 
     def refuse_illegal(self, layout: str) -> None:
         """Raises Verdict unsupported, with the rule and the nearest legal layouts, where this model cannot take it."""
-        config = self.config
-        heads = int(config.get("num_attention_heads") or 1)
-        latent = bool(config.get("kv_lora_rank"))
-        named = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-        try:
-            check(
-                parse(layout),
-                heads=heads,
-                kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
-                experts=next((int(count) for count in named if count), 0),
-                layers=int(config.get("num_hidden_layers") or 1),
-            )
-        except LayoutError as error:
-            raise Verdict(Status.UNSUPPORTED, str(error)) from None
+        if problem := fits(layout, self.config):
+            raise Verdict(Status.UNSUPPORTED, problem)
 
     def __repr__(self) -> str:
         return f"<model {self.name}>"
@@ -136,6 +144,11 @@ class ModelHandle:
             must_pass=(),
         )
         return prompts_of(entry, self.directory)
+
+    def _closed(self) -> ModelEntry:
+        if self.entry is None or self.entry.kind != "needle":
+            raise Verdict(Status.UNKNOWN, f"model {self.name} is no needle model: what it answers has no closed form")
+        return self.entry
 
     def _weight_files(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"

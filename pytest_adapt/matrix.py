@@ -40,6 +40,8 @@ RESERVE = 128
 """Tokens of output that a deployment accepts beyond its longest context."""
 LEAST_CONTEXT = 512
 """Suites that have no context axis use prompts up to this length."""
+APART = "needle"
+"""Shape class of models that are made for some suites, and judged by those alone."""
 _COUNTS: Mapping[str, int] = {
     "vocab_size": 8,
     "num_hidden_layers": 0,
@@ -98,6 +100,7 @@ PROFILES: Mapping[str, Profile] = {
             ),
             "aligned": Take(_COMMON, (512,)),
             "real": Take(("fp32",), (64,), ("smollm2", "smollm2-moe-equal"), prompts=2),
+            "needle": Take(_COMMON, (1024, 4096, 16384)),
         },
         other=Take(_COMMON, (512,)),
     ),
@@ -106,6 +109,7 @@ PROFILES: Mapping[str, Profile] = {
             "odd": Take(PRECISIONS, _ALL_CONTEXTS),
             "aligned": Take(PRECISIONS, _ALL_CONTEXTS),
             "real": Take(PRECISIONS, _ALL_CONTEXTS),
+            "needle": Take(PRECISIONS, (1024, 4096, 16384, 65536)),
         },
         other=Take(PRECISIONS, _ALL_CONTEXTS),
         both=True,
@@ -127,6 +131,11 @@ class Model:
     """Named by --adapt-models."""
 
     @property
+    def shape_class(self) -> str:
+        """Of the catalogue's entry; "" for a directory."""
+        return self.entry.shape_class if self.entry else ""
+
+    @property
     def max_position(self) -> int:
         """Positions that the configuration allows; 0 where it does not say."""
         return int(self.config.get("max_position_embeddings") or 0)
@@ -146,6 +155,8 @@ class Mark:
     required: bool = True
     blocks: bool = False
     """Whether the rest of its deployment is blocked when this item is red."""
+    classes: tuple[str, ...] = ()
+    """Shape classes; () for all but `APART`, "any" for all."""
     models: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
@@ -190,21 +201,35 @@ class Matrix:
     """Model -> most prompts that a test gets; 0 for all."""
     rows: tuple[tuple[str, str, str, int], ...]
     """(model, layout, precision, context)."""
+    layout_rows: tuple[tuple[str, str, str, int], ...] = ()
+    """Rows of tests on the rung "layouts", which hold many ranks against what is known of one."""
     _cache: dict[Any, tuple[list[Any], list[str]]] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    @property
+    def every_row(self) -> tuple[tuple[str, str, str, int], ...]:
+        """Rows of all tests."""
+        return self.rows + self.layout_rows
 
     def project(self, axes: tuple[str, ...], mark: Mark) -> tuple[list[Any], list[str]]:
         """(values, ids) for ``metafunc.parametrize``: the distinct projections of the rows that the mark allows."""
-        key = (axes, mark.models, mark.layouts, mark.precisions, mark.contexts)
+        rows = self.layout_rows if mark.rung == "layouts" else self.rows
+        key = (rows is self.rows, axes, mark.classes, mark.models, mark.layouts, mark.precisions, mark.contexts)
         if key not in self._cache:
             wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
             places = [AXES.index(axis) for axis in axes]
             found: dict[tuple[Any, ...], None] = {}
-            for row in self.rows:
-                if all(not allowed or row[place] in allowed for place, allowed in enumerate(wanted)):
+            for row in rows:
+                if self._in_class(row[0], mark.classes) and all(
+                    not allowed or row[place] in allowed for place, allowed in enumerate(wanted)
+                ):
                     found[tuple(row[place] for place in places)] = None
             ids = ["-".join(map(str, values)) for values in found]
             self._cache[key] = ([values[0] for values in found] if len(axes) == 1 else list(found), ids)
         return self._cache[key]
+
+    def _in_class(self, model: str, classes: tuple[str, ...]) -> bool:
+        found = self.models[model].shape_class
+        return found in classes or "any" in classes or not classes and found != APART
 
     def max_context(self, model: str) -> int:
         """``Deployment.max_context`` of a model: the same in all its cells, so that contexts share one deployment."""
@@ -229,14 +254,14 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
     rows: list[tuple[str, str, str, int]] = []
     prompts: dict[str, int] = {}
     for model in models:
-        take = profile.classes.get(model.entry.shape_class if model.entry else "", profile.other)
+        take = profile.classes.get(model.shape_class, profile.other)
         contexts = settings.contexts or _contexts(model, take)
         prompts[model.name] = take.prompts
         if model.max_position and settings.contexts and max(contexts) > model.max_position:
             raise pytest.UsageError(
                 f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
             )
-        offered = [name for name in take.precisions if name in model.precisions and name in spec.precisions]
+        offered = _precisions(take, model, spec)
         for layout in settings.layouts or ("single",):
             # A target that offers none of the profile's precisions is judged at what it has.
             for precision in settings.precisions or offered or spec.precisions:
@@ -245,7 +270,58 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         raise pytest.UsageError(
             f"nothing to run: target {spec.text} can serve none of the models of profile {settings.profile}"
         )
-    return Matrix(settings, {model.name: model for model in models}, prompts, tuple(rows))
+    spread = _layout_rows(settings, spec, models)
+    if settings.layouts:
+        layout_rows = [row for row in rows if row[1] != "single"]
+    else:
+        layout_rows = [
+            (model.name, layout, precision, _contexts(model, profile.other)[0])
+            for model, layouts in spread
+            for layout in layouts
+            for precision in settings.precisions or _precisions(profile.other, model, spec) or spec.precisions
+        ]
+        models = list(dict.fromkeys([*models, *(model for model, _ in spread)]))
+    named = {model.name: model for model in models}
+    return Matrix(settings, named, prompts, tuple(rows), tuple(layout_rows))
+
+
+def _precisions(take: Take, model: Model, spec: TargetSpec) -> list[str]:
+    return [name for name in take.precisions if name in model.precisions and name in spec.precisions]
+
+
+def _layout_rows(settings: Settings, spec: TargetSpec, models: list[Model]) -> list[tuple[Model, list[str]]]:
+    """Models of the run and the layouts that its profile names for each, as far as target and model take them."""
+    from pytest_adapt.layout import AXES as SPLITS
+    from pytest_adapt.layout import parse
+    from pytest_adapt.models import catalogue
+    from pytest_adapt.strategies import fits, planned
+
+    axes = set(spec.axes) | {axis for axis in SPLITS if spec.scheme == "cmd" and f"{{{axis}}}" in spec.text}
+    plan = planned(settings.profile)
+    if not settings.models:
+        entries = catalogue()
+        classes = [name for name in spec.shape_classes if name != "aligned" or "odd" not in spec.shape_classes]
+        if PROFILES[settings.profile].both:
+            classes = list(spec.shape_classes)
+        models = [
+            _from_entry(entries[name], explicit=False)
+            for name in plan
+            if name in entries and entries[name].shape_class in classes
+        ]
+    found = []
+    for model in models:
+        named = plan.get(model.name, plan.get("*", ()) if model.explicit else ())
+        # A converted model's shape is known once it is written.
+        known = "num_attention_heads" in model.config
+        taken = [
+            layout
+            for layout in named
+            if all(axis in axes for axis in SPLITS if getattr(parse(layout), axis) > 1)
+            and not (known and fits(layout, model.config))
+        ]
+        if taken:
+            found.append((model, taken))
+    return found
 
 
 def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
@@ -263,7 +339,7 @@ def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
         raise pytest.Collector.CollectError(
             f"{where}: mark adapt does not take {wrong}; it takes {', '.join(sorted(known))}"
         )
-    for name in ("needs", "models", "layouts", "precisions", "contexts"):
+    for name in ("needs", "classes", "models", "layouts", "precisions", "contexts"):
         if name in given:
             value = given[name]
             given[name] = (value,) if isinstance(value, str | int) else tuple(value)

@@ -18,10 +18,10 @@ __all__ = ["context_length", "deployment", "judge", "layout", "model", "precisio
 
 MARKERS = (
     "requirement(number, ...): numbers of the requirements that this test proves.",
-    "adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False, models=(), layouts=(), "
-    "precisions=(), contexts=(), requests=1, tokens=0): a conformance test: its rung on the ladder, the observables of "
-    "which one must be shown, the features to deploy with, the smallest profile that runs it, whether the rest of its "
-    "deployment waits for it, and which rows of the matrix it takes.",
+    "adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False, classes=(), models=(), "
+    "layouts=(), precisions=(), contexts=(), requests=1, tokens=0): a conformance test: its rung on the ladder, the "
+    "observables of which one must be shown, the features to deploy with, the smallest profile that runs it, whether "
+    "the rest of its deployment waits for it, and which rows of the matrix it takes.",
     "adapt_serial: measures time; deferred under xdist.",
 )
 

@@ -65,6 +65,10 @@ class References:
             return self._target(model, precision, live)
         if model.entry is None:
             return live
+        if model.entry.kind == "needle":
+            from pytest_adapt.golden.reference import ClosedReference
+
+            return ClosedReference(live, model.entry)
         from pytest_adapt.golden.reference import GoldenProblem
         from pytest_adapt.golden.store import StoreError
 
@@ -76,7 +80,7 @@ class References:
     def _live(self, model: ModelHandle) -> OracleReference:
         from pytest_adapt.golden.reference import OracleReference
 
-        rows = {row[2] for row in self._runner.matrix.rows if row[0] == model.name}
+        rows = {row[2] for row in self._runner.matrix.every_row if row[0] == model.name}
         entry = model.entry.precisions if model.entry else ()
         precisions = tuple(sorted(rows | set(entry)))
         return OracleReference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +99,11 @@ class Host:
         self.shut(opened)
         return None
 
-    def run(self, opened: Opened, requests: Iterable[Request]) -> dict[str, Response]:
-        """Every request's answer by id. Raises Verdict where the target fails or hangs, Fatal where it died again."""
+    def run(
+        self, opened: Opened, requests: Iterable[Request], answered: Callable[[str], None] | None = None
+    ) -> dict[str, Response]:
+        """Every request's answer by id; ``answered`` hears of each as it comes. Raises Verdict where the target fails
+        or hangs, Fatal where it died again."""
         asked = {request.id: request for request in requests}
         answers: dict[str, Response] = {}
 
@@ -116,6 +119,8 @@ class Host:
                 if response.id not in asked or response.id in answers:
                     raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
                 answers[response.id] = response
+                if answered is not None:
+                    answered(response.id)
             if len(answers) < len(asked):
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
@@ -271,8 +276,8 @@ class OpenTarget:
             for setting in (wanted,) if isinstance(wanted, int) else wanted:
                 self._check_feature(name, setting)
 
-    def run(self, requests: Iterable[Request]) -> dict[str, Response]:
-        """Answers by request id, all requests in flight together.
+    def run(self, requests: Iterable[Request], answered: Callable[[str], None] | None = None) -> dict[str, Response]:
+        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes.
 
         Raises Verdict: unknown where no wanted observable is shown, fail where the target breaks the contract.
         """
@@ -284,7 +289,7 @@ class OpenTarget:
                 raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
             self.observables_used |= want
             asked.append(replace(request, want=want))
-        answers = self._host.run(self._opened, asked)
+        answers = self._host.run(self._opened, asked, answered)
         self.responses.update(answers)
         self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
         return answers
@@ -308,6 +313,17 @@ class OpenTarget:
     ) -> dict[str, Response]:
         """`generate` for several prompts, all in flight together, by name."""
         return self._ask(prompts, n, want, request)
+
+    def longest(self, prompt: Callable[[int], Iterable[int]], limit: int) -> int:
+        """The longest prompt, one new token included, that is not refused: by bisection below ``limit``, which is."""
+        accepted, refused = 1, limit
+        while refused - accepted > 1:
+            middle = (accepted + refused) // 2
+            if self.generate(prompt(middle - 1), 1, ("text",)).error is None:
+                accepted = middle
+            else:
+                refused = middle
+        return accepted
 
     def restart(self) -> None:
         """Close the deployment and open it again (a server is stopped and started)."""
@@ -340,6 +356,48 @@ class OpenTarget:
         """This deployment and the variants of it that were asked for."""
         return [self._deployment, *self._variants]
 
+    def aborted(self, requests: Iterable[Request], victims: Iterable[str]) -> dict[str, Response]:
+        """`run`, during which requests are aborted: one id of ``victims`` as each answer comes.
+
+        Raises Verdict unsupported where the target has no such control.
+        """
+        control = getattr(self._opened.target, "control", None)
+        if control is None:
+            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no control over requests in flight")
+        left = list(victims)
+
+        def next_victim(identity: str) -> None:
+            if left:
+                control("abort", id=left.pop())
+
+        return self.run(requests, next_victim)
+
+    def with_pool(self, tokens: int) -> OpenTarget:
+        """The same deployment with a KV cache of so many tokens, beside this one; this one where the target does not
+        show its cache (stats: kv_blocks), and so may not take the size from us."""
+        if "kv_blocks" not in self.stats():
+            return self
+        return self.variant(replace(self._deployment, kv_tokens=tokens))
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and output together that the target may take at most."""
+        return max(self._deployment.max_context, self.info.max_context)
+
+    def stats(self) -> dict[str, float]:
+        """The target's own counters; empty where it has none."""
+        counters = self._optional("stats")
+        return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
+
+    def peak_memory(self, reset: bool = False) -> int:
+        """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
+        does not tell."""
+        measure = self._optional("peak_memory")
+        found: int | None = None if measure is None else measure(reset)
+        if found is None:
+            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} does not show its memory")
+        return found
+
     def refusal(self, directory: Any) -> str | None:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
         return self._host.refusal(replace(self._deployment, model=str(directory)))
@@ -354,6 +412,17 @@ class OpenTarget:
     def _known(self) -> Opened:
         """What opening the deployment showed; it may be closed by now."""
         return self._last or self._opened
+
+    def _optional(self, name: str) -> Any:
+        """An optional method of the target, called in the target's own thread; None where it has none."""
+        opened = self._opened
+        method = getattr(opened.target, name, None)
+        if method is None:
+            return None
+        limit = self._host.settings.timeout
+        return lambda *arguments: opened.watchdog.call(
+            lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
+        )
 
     def _ask(
         self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None, request: dict[str, Any]

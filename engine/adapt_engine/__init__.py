@@ -13,9 +13,10 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from .config import ModelSpec  # noqa: E402
-from .errors import CheckpointError, ConfigError, EngineError  # noqa: E402
+from .errors import CheckpointError, ConfigError, EngineError, LayoutError  # noqa: E402
+from .layout import Layout  # noqa: E402
 from .runtime.engine import Engine  # noqa: E402
-from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult  # noqa: E402
+from .runtime.requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate  # noqa: E402
 from .version import __version__  # noqa: E402
 from .weights.loader import LoadReport  # noqa: E402
 
@@ -25,9 +26,12 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineOptions",
+    "Layout",
+    "LayoutError",
     "LoadReport",
     "ModelSpec",
     "SequenceRequest",
     "SequenceResult",
+    "SequenceUpdate",
     "__version__",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "EngineError"]
+__all__ = ["CheckpointError", "ConfigError", "EngineError", "LayoutError"]
 
 
 class EngineError(Exception):
@@ -11,6 +11,10 @@ class EngineError(Exception):
 
 class CheckpointError(EngineError):
     """A checkpoint directory cannot be trusted; the message names the file and the tensor or key."""
+
+
+class LayoutError(EngineError):
+    """A model cannot be spread over ranks so; the message names the rule and the nearest layouts that can."""
 
 
 class ConfigError(CheckpointError):

@@ -36,6 +36,10 @@ class Seams(Protocol):
         """The layer being computed at this moment; None outside the layers."""
         ...
 
+    def rank(self) -> int:
+        """The rank that computes at this moment."""
+        ...
+
 
 class UnknownFault(ValueError):
     """No fault has this id; the message lists those that exist."""
@@ -62,6 +66,8 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
+    layout: str = "single"
+    """Ranks on which it shows."""
 
     @property
     def kind(self) -> str:
@@ -71,9 +77,11 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, norms, precision, rotary, routing, weights
+    from pytest_adapt.faults import attention, layouts, norms, precision, rotary, routing, weights
 
-    entries = [fault for module in (attention, norms, precision, rotary, routing, weights) for fault in module.FAULTS]
+    entries = [
+        fault for module in (attention, layouts, norms, precision, rotary, routing, weights) for fault in module.FAULTS
+    ]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
         raise ValueError("two faults share an id")

@@ -47,9 +47,12 @@ def catalogue_tasks(root: Path, names: Sequence[str] = ()) -> tuple[dict[str, Ta
     unknown = sorted(set(names) - set(entries))
     if unknown:
         raise StoreError(f"unknown model {unknown[0]!r}; the catalogue has {', '.join(entries)}")
+    closed = [name for name in entries if entries[name].kind == "needle"]
+    if needless := sorted(set(names) & set(closed)):
+        raise StoreError(f"model {needless[0]} has a closed form at any length; it needs no record")
     tasks: dict[str, Task] = {}
     absent: dict[str, str] = {}
-    for name in names or entries:
+    for name in names or [name for name in entries if name not in closed]:
         entry = entries[name]
         try:
             directory = materialise(name, root)

@@ -27,6 +27,7 @@ __all__ = [
     "Record",
     "RecordError",
     "RecordKey",
+    "answer_errors",
     "content_digest",
     "make_record",
     "tokens_digest",
@@ -340,7 +341,7 @@ def make_record(
                 f"model {key.model}, prompt {key.prompt}: eager code overflows in {precision}, there is nothing to "
                 f"compare with; leave {precision} out for this model"
             )
-        errors[precision] = _errors(exact, emulated, logprobs, ids, follow, positions, len(oracle.spec.layers))
+        errors[precision] = _errors(exact, emulated, ids, follow, positions, len(oracle.spec.layers))
     margins = [np.asarray(margin)[positions] for margin in exact.margins.values()]
     return Record(
         key=key,
@@ -362,16 +363,11 @@ def make_record(
 def _errors(
     exact: _Trace,
     emulated: _Trace,
-    logprobs: np.ndarray,
     ids: np.ndarray,
     follow: np.ndarray,
     positions: np.ndarray,
     layers: int,
 ) -> EmulationErrors:
-    # The answer is rounded too: engines take the softmax of their logits in float32.
-    answered = log_softmax(emulated.logits, np.float32)[0].astype(np.float64)
-    reference = np.take_along_axis(logprobs, ids.astype(np.int64), axis=1)
-    difference = np.take_along_axis(answered, ids.astype(np.int64), axis=1) - reference
     count = len(next(iter(exact.selection.values()))) if exact.selection else int(positions[-1]) + 1
     ratio, last = np.zeros(count), np.zeros(count)
     for layer, scores in exact.selection.items():
@@ -385,13 +381,28 @@ def _errors(
             ratio = np.maximum(ratio, share)
     return EmulationErrors(
         score=np.maximum(ratio, last)[positions],
-        rms=np.sqrt(np.mean(difference**2, axis=1)),
-        largest=np.max(np.abs(difference), axis=1),
-        follow=np.abs(_at(answered, follow) - _at(logprobs, follow)),
-        kl=np.sum(np.exp(reference) * divergence_terms(difference), axis=1),
-        gap=_cosine_gap(exact.logits, emulated.logits),
         certified=certified_positions(ratio, last)[positions],
+        **answer_errors(np.asarray(exact.logits, np.float64), emulated.logits, ids, follow),
     )
+
+
+def answer_errors(exact: np.ndarray, emulated: np.ndarray, ids: np.ndarray, follow: np.ndarray) -> dict[str, Any]:
+    """The errors of emulated logits [R, V] against exact ones, as fields of `EmulationErrors` (all but the routing's).
+
+    ``ids`` [R, k] are the tokens that are listed, ``follow`` [R] the token that comes next (-1: none).
+    """
+    logprobs, _ = log_softmax(exact)
+    # The answer is rounded too: engines take the softmax of their logits in float32.
+    answered = log_softmax(emulated, np.float32)[0].astype(np.float64)
+    reference = np.take_along_axis(logprobs, ids.astype(np.int64), axis=1)
+    difference = np.take_along_axis(answered, ids.astype(np.int64), axis=1) - reference
+    return {
+        "rms": np.sqrt(np.mean(difference**2, axis=1)),
+        "largest": np.max(np.abs(difference), axis=1),
+        "follow": np.abs(_at(answered, follow) - _at(logprobs, follow)),
+        "kl": np.sum(np.exp(reference) * divergence_terms(difference), axis=1),
+        "gap": _cosine_gap(exact, emulated),
+    }
 
 
 def divergence_terms(difference: np.ndarray) -> np.ndarray:

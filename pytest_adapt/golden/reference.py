@@ -27,10 +27,19 @@ from pytest_adapt.golden.record import (
 from pytest_adapt.golden.store import Store
 
 if TYPE_CHECKING:
+    from pytest_adapt.models.entries import ModelEntry
     from pytest_adapt.oracle import Oracle
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["GoldenProblem", "GoldenReference", "OracleReference", "Reference", "TargetReference", "carriers"]
+__all__ = [
+    "ClosedReference",
+    "GoldenProblem",
+    "GoldenReference",
+    "OracleReference",
+    "Reference",
+    "TargetReference",
+    "carriers",
+]
 
 
 class GoldenProblem(Exception):
@@ -94,8 +103,9 @@ class OracleReference:
         """The record; the emulation of a precision runs when its budgets are first asked for."""
         digest = tokens_digest(tokens)
         if digest not in self._kept:
-            record = self._cached(prompt, tokens, ())
-            self._kept[digest] = replace(record, errors=_OnDemand(self, prompt, tuple(tokens)))
+            record, fed = self._cached(prompt, tokens, ()), tuple(tokens)
+            errors = _OnDemand(self.precisions, lambda name: self._cached(prompt, fed, (name,)).errors[name])
+            self._kept[digest] = replace(record, errors=errors)
         record = self._kept[digest]
         return replace(record, key=replace(record.key, prompt=prompt))
 
@@ -119,28 +129,61 @@ class OracleReference:
 class _OnDemand(Mapping[str, EmulationErrors]):
     """Errors of one sequence by precision, each made when it is read."""
 
-    def __init__(self, live: OracleReference, prompt: str, tokens: tuple[int, ...]) -> None:
-        self._live = live
-        self._prompt = prompt
-        self._tokens = tokens
+    def __init__(self, precisions: tuple[str, ...], make: Callable[[str], EmulationErrors]) -> None:
+        self._precisions = precisions
+        self._make = make
         self._made: dict[str, EmulationErrors] = {}
 
     def __getitem__(self, precision: str) -> EmulationErrors:
-        if precision not in self._live.precisions:
+        if precision not in self._precisions:
             raise KeyError(precision)
         if precision not in self._made:
-            record = self._live._cached(self._prompt, self._tokens, (precision,))
-            self._made[precision] = record.errors[precision]
+            self._made[precision] = self._make(precision)
         return self._made[precision]
 
     def __contains__(self, precision: object) -> bool:
-        return precision in self._live.precisions
+        return precision in self._precisions
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._live.precisions)
+        return iter(self._precisions)
 
     def __len__(self) -> int:
-        return len(self._live.precisions)
+        return len(self._precisions)
+
+
+@dataclass
+class ClosedReference:
+    """A needle model, whose answers have a closed form at any length: records of every question in a prompt, of its
+    last token and of the boundaries' neighbours."""
+
+    live: OracleReference
+    entry: ModelEntry
+    kind: str = "closed form"
+    _form: Any = field(default=None, repr=False)
+    _kept: dict[str, Record] = field(default_factory=dict, repr=False)
+
+    @property
+    def oracle(self) -> Oracle:
+        return self.live.oracle
+
+    def record(self, prompt: str, tokens: Sequence[int]) -> Record:
+        """The record; the emulation of a precision runs when its budgets are first asked for."""
+        from pytest_adapt.golden.closed_form import ClosedForm
+        from pytest_adapt.models.recall import words_of
+
+        if self._form is None:
+            self._form = ClosedForm(self.entry)
+        digest = tokens_digest(tokens)
+        if digest not in self._kept:
+            words, last = words_of(self.entry), len(tokens) - 1
+            near = {edge + shift for edge in self.entry.contexts for shift in (-1, 0, 1)}
+            rows = [row for row, token in enumerate(tokens) if words.is_question(token) or row in near or row == last]
+            record = self._form.record(prompt, tokens, rows, ())
+            form, fed = self._form, tuple(tokens)
+            errors = _OnDemand(self.entry.precisions, lambda name: form.record(prompt, fed, rows, (name,)).errors[name])
+            self._kept[digest] = replace(record, errors=errors)
+        record = self._kept[digest]
+        return replace(record, key=replace(record.key, prompt=prompt))
 
 
 def carriers(prompts: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -42,14 +42,14 @@ def materialise_entry(entry: ModelEntry, root: Path) -> Path:
     try:
         fresh = scratch / "new"
         fresh.mkdir()
-        if entry.kind == "procedural":
+        if entry.kind in ("procedural", "needle"):
             _write_procedural(entry, fresh)
         elif entry.kind == "smollm2":
             from pytest_adapt.models.smollm2 import write_checkpoint
 
             write_checkpoint(entry, fresh)
         else:
-            raise ModelError(f"model {entry.name}: unknown kind {entry.kind!r}; known: procedural, smollm2")
+            raise ModelError(f"model {entry.name}: unknown kind {entry.kind!r}; known: procedural, needle, smollm2")
         _write_marker(fresh, spec_hash(entry))
         if target.exists() and not is_complete(target, spec_hash(entry)):
             os.replace(target, scratch / "broken")
@@ -110,14 +110,22 @@ def _write_procedural(entry: ModelEntry, directory: Path) -> None:
 
 
 def _stored(entry: ModelEntry) -> Iterator[StoredTensor]:
+    if entry.kind == "needle":
+        from pytest_adapt.models.needle import needle_weights
+
+        for name, value in needle_weights(entry).items():
+            yield name, "BF16", value.shape, _bf16_bytes(value)
+        return
     for spec in tensors(entry):
         value = draw(spec, entry.recipe["seed"])
-        if spec.dtype == "BF16":
-            # Values lie on the bfloat16 grid: dropping the low half loses nothing.
-            data = (value.view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
-        else:
-            data = value.astype("<f4").tobytes()
+        data = _bf16_bytes(value) if spec.dtype == "BF16" else value.astype("<f4").tobytes()
         yield spec.name, spec.dtype, spec.shape, data
+
+
+def _bf16_bytes(value: np.ndarray) -> bytes:
+    """Values lie on the bfloat16 grid: dropping the low half loses nothing."""
+    bits = np.ascontiguousarray(value, np.float32).view(np.uint32) >> np.uint32(16)
+    return bits.astype("<u2").tobytes()
 
 
 def write_shards(directory: Path, items: Iterable[StoredTensor], shards: int) -> None:

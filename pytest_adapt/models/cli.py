@@ -68,7 +68,7 @@ def _list() -> None:
 
 
 def _export(directory: Path, names: Sequence[str] | None) -> None:
-    chosen = names or [entry.name for entry in catalogue().values() if entry.kind == "procedural"]
+    chosen = names or [entry.name for entry in catalogue().values() if entry.kind in ("procedural", "needle")]
     for name in chosen:
         print(materialise(name, directory))
 

@@ -28,9 +28,10 @@ class ModelEntry:
     family: str
     """qwen3_moe, mixtral, deepseek_v3 or llama."""
     shape_class: str
-    """odd (awkward sizes), aligned (sizes that accelerator kernels accept) or real."""
+    """odd (awkward sizes), wide (sizes that many ranks share, unevenly), aligned (what accelerator kernels accept),
+    real, or needle (recalls at any length)."""
     kind: str
-    """procedural (weights are computed) or smollm2 (converted from the installed GGUF)."""
+    """procedural (weights are drawn), needle (they are constructed) or smollm2 (converted from the installed GGUF)."""
     config: Mapping[str, Any] = field(hash=False)
     """config.json of the checkpoint; for converted models, only what the conversion does not read from the file."""
     prompts: tuple[str, ...]

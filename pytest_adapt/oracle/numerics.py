@@ -44,6 +44,11 @@ class Numerics:
         self.sites: dict[str, np.ndarray] = {}
         self.own: dict[str, np.ndarray] = {}
 
+    @property
+    def in_order(self) -> bool:
+        """Whether every sum runs term by term."""
+        return self._rounding is not None and self._rounding.sequential
+
     def site(self, name: str, x: np.ndarray) -> np.ndarray:
         """Pass a value of the public vocabulary: round, compare notes, go on (see the class)."""
         x = self.inner(name, x)
@@ -75,7 +80,7 @@ class Numerics:
         ``in_order`` sums term by term under every emulation: for a result that is held in float32, whose error is that
         of the order of its sums alone.
         """
-        if self._rounding is None or not (self._rounding.sequential or in_order):
+        if not self.in_order and (self._rounding is None or not in_order):
             product: np.ndarray = a @ b
             return product
         batch, (m, n) = a.shape[:-2], (a.shape[-2], b.shape[-1])
@@ -94,7 +99,7 @@ class Numerics:
 
     def total(self, x: np.ndarray) -> np.ndarray:
         """Sum over the last axis, kept as an axis of 1."""
-        if self._rounding is None or not self._rounding.sequential:
+        if not self.in_order:
             total: np.ndarray = x.sum(axis=-1, keepdims=True)
             return total
         # Over the first axis of a C-contiguous array NumPy adds whole rows, one after the other.

@@ -79,6 +79,11 @@ def _demand(runner: Runner, state: ItemState) -> tuple[int, int]:
     model = runner.matrix.models.get(state.cell.model) if state.cell else None
     if model is None:
         return 0, 0
+    if state.context and model.entry is not None and model.shape_class in state.mark.classes:
+        from pytest_adapt.models.recall import recalls
+
+        asked = [len(recall.tokens) for recall in recalls(model.entry, state.context)]
+        return len(asked) * state.mark.requests, sum(asked) * state.mark.requests
     limit = state.mark.tokens or state.context or _PLAIN_LIMIT
     floor = runner.matrix.floor(model.name, state.context) if state.context and not state.mark.tokens else 0
     lengths = [length for length in prompt_lengths(model) if floor < length <= limit][

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
 from pytest_adapt.target.seams import BuiltinSeams
 from pytest_adapt.target.threads import calm_openmp, fair_threads
@@ -27,10 +28,13 @@ __all__ = ["BuiltinTarget"]
 
 _FEATURES = {
     "load_audit": (1,),
+    "max_waiting": (0, 4),
     "native": (0, 1),
     "page_size": (0, 5),
-    "prefill_chunk": (0, 1, 7, 16, 64),
+    "preemption": (0, 1),
+    "prefill_chunk": (0, 1, 7, 16, 64, 512),
     "prefix_cache": (0, 1),
+    "step_tokens": (0, 7, 16, 64),
 }
 _ROWS = frozenset({"logits", "score", "topk"})
 
@@ -45,16 +49,13 @@ class BuiltinTarget:
         self._deployment = Deployment("")
         self._eos: frozenset[int] = frozenset()
         self._reader: Tokenizer | None = None
+        self._aborts: deque[str] = deque()
         self.engine: Engine | None = None
         self.seams = BuiltinSeams()
         """Where `pytest_adapt.faults` are put in."""
 
     def open(self, deployment: Deployment) -> Info:
         self.close()
-        if deployment.layout != "single":
-            raise UnsupportedDeployment(
-                f"layout {deployment.layout}: the built-in engine runs on one rank (layout single)"
-            )
         if deployment.kv_precision != "auto":
             raise UnsupportedDeployment(
                 f"KV precision {deployment.kv_precision}: the built-in engine keeps what it computed"
@@ -64,7 +65,7 @@ class BuiltinTarget:
                 raise UnsupportedDeployment(f"feature {name}: the built-in engine has {', '.join(_FEATURES)}")
         calm_openmp()
         import torch
-        from adapt_engine import Engine, EngineError, EngineOptions, __version__
+        from adapt_engine import Engine, EngineError, EngineOptions, LayoutError, __version__
 
         threads = fair_threads()
         native = bool(deployment.feature("native", 1))
@@ -76,14 +77,21 @@ class BuiltinTarget:
                 page_size=deployment.feature("page_size") or EngineOptions.page_size,
                 prefill_chunk=deployment.feature("prefill_chunk"),
                 prefix_cache=bool(deployment.feature("prefix_cache")),
+                step_tokens=deployment.feature("step_tokens"),
+                max_waiting=deployment.feature("max_waiting"),
+                preemption=bool(deployment.feature("preemption", 1)),
                 mode=self._settings.mode,
                 threads=threads,
                 native=native,
                 seed=deployment.seed,
                 taps=deployment.taps,
+                layout=deployment.layout,
             )
             self.seams.before_open()
             self.engine = Engine.open(deployment.model, options)
+        except LayoutError as error:
+            self.seams.detach()
+            raise UnsupportedDeployment(str(error)) from error
         except EngineError as error:
             self.seams.detach()
             raise TargetError(f"builtin: {error}") from error
@@ -103,6 +111,7 @@ class BuiltinTarget:
                 "torch": torch.__version__,
                 "threads": str(threads),
                 "mode": self._settings.mode,
+                "ranks": str(self.engine.layout.world),
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
             },
             load={
@@ -120,12 +129,33 @@ class BuiltinTarget:
             raise TargetError("target builtin: not open")
         from adapt_engine import EngineError
 
-        asked = {request.id: request for request in requests}
+        engine, asked = self.engine, {request.id: request for request in requests}
         try:
-            for result in self.engine.run([self._sequence(request) for request in asked.values()]):
-                yield self._response(asked[result.id], result)
+            for request in asked.values():
+                refused = engine.submit(self._sequence(request))
+                if refused is not None:
+                    yield self._response(request, refused)
+            while engine.busy:
+                while self._aborts:
+                    engine.abort(self._aborts.popleft())
+                for update in engine.step():
+                    if update.result is not None:
+                        yield self._response(asked[update.id], update.result)
         except EngineError as error:
             raise TargetError(f"builtin: {error}") from error
+        finally:
+            engine.drop_all()
+            self._aborts.clear()
+
+    def control(self, name: str, **arguments: Any) -> None:
+        """``control("abort", id=...)``: end a request of the run in progress before its next step.
+
+        It is answered with finish ``abort`` and the tokens it has by then; an id that is not in flight is ignored.
+        May be called from another thread than the one that runs. Raises TargetError for any other name.
+        """
+        if name != "abort" or set(arguments) != {"id"}:
+            raise TargetError(f"builtin: no control {name}({', '.join(arguments)}); there is abort(id)")
+        self._aborts.append(str(arguments["id"]))
 
     def close(self) -> None:
         engine, self.engine, self._reader = self.engine, None, None
@@ -143,6 +173,10 @@ class BuiltinTarget:
     def stats(self) -> dict[str, float]:
         """Counters of the engine since it was opened."""
         return {} if self.engine is None else self.engine.stats()
+
+    def peak_memory(self, reset: bool = False) -> int | None:
+        """Largest resident size of this process since the last reset, in bytes."""
+        return own_peak(reset)
 
     def _tokenizer(self) -> Tokenizer:
         from adapt_engine import CheckpointError
@@ -188,7 +222,12 @@ class BuiltinTarget:
             first_row=first,
             cached_tokens=result.cached_tokens,
             seconds=result.seconds,
+            drift=result.drift,
         )
+        if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
+            response.text = self.detokenize(result.tokens)
+        if result.finish == "abort":
+            return response  # its rows end anywhere
         if "taps" in request.want:
             response.taps = {name: value.numpy() for name, value in result.taps.items()}
         if result.logits is not None:
@@ -197,8 +236,6 @@ class BuiltinTarget:
             response.logits = logits.numpy() if "logits" in request.want else None
             response.scores = scores if "score" in request.want else None
             response.topk = topk if "topk" in request.want else None
-        if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
-            response.text = self.detokenize(result.tokens)
         return response
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pytest_adapt.perf.memory import tree_peak
 from pytest_adapt.target.http import JsonClient, Secret
 from pytest_adapt.target.openai import OpenAITarget
 from pytest_adapt.target.process import Child, log_path, tail
@@ -73,6 +74,10 @@ class CmdTarget:
             client.close()
         if child is not None:
             child.stop()
+
+    def peak_memory(self, reset: bool = False) -> int | None:
+        """Largest resident size of the server's processes since the last reset, in bytes."""
+        return tree_peak(self._child.pid, reset) if self._child is not None else None
 
     def _check(self, deployment: Deployment) -> None:
         declared = self._settings.options.get("precisions")

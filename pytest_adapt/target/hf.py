@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_adapt import sites
 from pytest_adapt.oracle import Checkpoint, OracleError
+from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.protocol import (
     Deployment,
     Info,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["HfTarget"]
 
 _OPTIONS = {"device": "cpu", "attn": "eager"}
-_FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 1, 7, 16, 64)}
+_FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 1, 7, 16, 64, 512)}
 
 
 @dataclass
@@ -159,6 +161,17 @@ class HfTarget:
         self._model = self._recorder = self._tokenizer = None
         gc.collect()
 
+    def peak_memory(self, reset: bool = False) -> int | None:
+        """Largest number of bytes held since the last reset: on an accelerator what torch allocated there, else the
+        resident size of this process."""
+        import torch
+
+        if not self._device.startswith("cuda"):
+            return own_peak(reset)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device))
+
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text`` without special tokens."""
         return [int(token) for token in self._text()(text, add_special_tokens=False)["input_ids"]]
@@ -224,8 +237,9 @@ class HfTarget:
                 f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones do not fit "
                 f"the context of {self._deployment.max_context}"
             )
-        if request.sampling.temperature < 0 or not 0 < request.sampling.top_p <= 1 or request.sampling.top_k < 0:
-            return f"sampling {request.sampling} is out of range"
+        sampling = request.sampling
+        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            return f"sampling {sampling} is out of range"
         return ""
 
     def _answer(self, requests: list[Request]) -> Iterator[Response]:

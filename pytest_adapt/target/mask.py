@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Response, Target
 
@@ -38,6 +39,10 @@ class MaskedTarget:
 
     def close(self) -> None:
         self.target.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Optional methods of the target."""
+        return getattr(self.target, name)
 
     def _masked(self, response: Response) -> Response:
         masked = replace(response)

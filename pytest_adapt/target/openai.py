@@ -294,7 +294,7 @@ class OpenAITarget:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt) if dialect.tokens else self._served.text_of(prompt),
-            "max_tokens": max(1, new),
+            "max_tokens": new or 1,
             "temperature": 0,
             "stream": False,
         }

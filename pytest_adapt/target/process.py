@@ -61,6 +61,11 @@ class Child:
     def stdout(self) -> object:
         return self._process.stdout
 
+    @property
+    def pid(self) -> int:
+        """Of the process above everything that was started."""
+        return self._process.pid
+
     def exit_code(self) -> int | None:
         """The shell line's exit status; None while it runs."""
         return self._process.poll()

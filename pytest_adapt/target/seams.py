@@ -21,6 +21,13 @@ _METHODS = {
     "kv.write": ("adapt_engine.kv.cache", "PagedCache", "write"),
     "kv.gather": ("adapt_engine.kv.cache", "PagedCache", "gather"),
     "pool.free": ("adapt_engine.kv.pool", "BlockPool", "free"),
+    "comm.all_gather": ("adapt_engine.comm.communicator", "Communicator", "all_gather"),
+    "comm.all_reduce": ("adapt_engine.comm.communicator", "Communicator", "all_reduce"),
+    "comm.all_to_all": ("adapt_engine.comm.communicator", "Communicator", "all_to_all"),
+    "comm.send": ("adapt_engine.comm.communicator", "Communicator", "send"),
+    "comm.recv": ("adapt_engine.comm.communicator", "Communicator", "recv"),
+    "shards.owners": ("adapt_engine.weights.shards", "ShardPlan", "owners"),
+    "shards.piece": ("adapt_engine.weights.shards", "ShardPlan", "piece"),
 }
 _ORIGINAL = "adapt_original"
 _USERS = "adapt_users"
@@ -54,7 +61,11 @@ class BuiltinSeams:
 
     def layer(self) -> int | None:
         """See `pytest_adapt.faults.Seams`."""
-        return None if self._engine is None else self._engine.kernels_registry.layer
+        return None if self._engine is None else self._engine.executor.running[1]
+
+    def rank(self) -> int:
+        """The rank being computed at this moment."""
+        return 0 if self._engine is None else self._engine.executor.running[0]
 
     def before_open(self) -> None:
         """Replace the methods; the target calls this before the engine reads a byte."""
@@ -76,7 +87,8 @@ class BuiltinSeams:
         """Wrap the operations of an engine that has just opened."""
         self._engine = engine
         for seam, wrapper in self._operations:
-            engine.kernels_registry.wrap(seam, wrapper)
+            for registry in engine.executor.registries:
+                registry.wrap(seam, wrapper)
 
     def detach(self) -> None:
         """Put the methods back; the target calls this when it closes, and when an open failed."""

@@ -7,16 +7,19 @@ a wrong shape, a missing row, a NaN or an empty certified set is a failing measu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pytest_adapt.golden.record import Record, RecordError, divergence_terms
+from pytest_adapt.models.recall import Recall, story
+from pytest_adapt.models.walks import Walk, whose
 from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
+from pytest_adapt.verdict.growth import exponent
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
 from pytest_adapt.verdict.localise import compare_sites
 from pytest_adapt.verdict.pooling import (
@@ -79,6 +82,7 @@ class Judge:
         except RecordError as problem:
             self._broken(prompt, Problem("record", str(problem)))
             return
+        self._replicas(prompt, response)
         rows = np.flatnonzero(record.positions >= response.first_row)
         certified = emulation.certified[rows]
         self._count(certified)
@@ -129,6 +133,7 @@ class Judge:
             )
             return
         self.observables.add("taps")
+        self._replicas(prompt, response)
         report = compare_sites(
             prompt,
             taps,
@@ -142,6 +147,28 @@ class Judge:
         )
         self._done += report.measurements
         self._found(report.divergence)
+
+    def recalled(self, prompt: str, response: Response, recall: Recall, record: Record) -> None:
+        """An answer to a recall prompt, or to a beginning of it that ends with a question: numbers against the closed
+        form, and which needles are lost."""
+        count = response.prompt_tokens
+        asked = [one for one in recall.questions if response.first_row <= one.position < count and one.answer >= 0]
+        if self._refused(prompt, response):
+            return
+        tokens = next((part for part in (recall.tokens, recall.tokens[:count]) if len(part) == count), recall.tokens)
+        self.prompt_tokens(prompt, response, tokens)
+        part = record if len(tokens) == len(record.tokens) else record.prefix(len(tokens))
+        if response.logits is not None or response.topk is not None or response.scores is not None:
+            self.against_record(prompt, response, part)
+        if response.tokens:
+            self.generated(prompt, response, part, tokens)
+        said = _said(response)
+        lost = [one for one in asked if one.position in said and said[one.position] != one.answer]
+        known = [one for one in asked if one.position in said]
+        if known:
+            detail = story(known, lost) if lost else f"all {len(known)} recalled"
+            where = lost[0].position if lost else None
+            self._add("needles", float(len(lost)), 0.0, not lost, "", prompt, where, len(known), detail)
 
     def generated(self, prompt: str, response: Response, reference: Any, tokens: Sequence[int]) -> None:
         """Each greedy token must be the reference's first choice, given what the target wrote before it.
@@ -237,6 +264,44 @@ class Judge:
                 return
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
+
+    def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
+        """An answer of at most ``count`` tokens must be the request's own walk as far as it goes, and to its end unless
+        it was aborted; a step out of another's is named as such."""
+        if self._refused(walk.name, response):
+            return
+        self.prompt_tokens(walk.name, response, walk.tokens)
+        self.observables.add("text")
+        whole = len(response.tokens) == count or response.finish == "abort"
+        wrong, owner = whose(walk, response.tokens, others)
+        detail = f"{wrong} of {len(response.tokens)} tokens are not its own"
+        if owner:
+            detail = f"{detail}: they are the secret of {owner}, which ran beside it"
+        if not whole:
+            detail = f"{len(response.tokens)} tokens came, {count} were asked for; {detail}"
+        self._add(
+            "secret", float(wrong), 0.0, whole and not wrong, "text", walk.name, None, len(response.tokens), detail
+        )
+
+    def returned(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Of a target that counts them: no request runs or waits, and every block of its cache is free again."""
+        for name, wanted in (("running", 0.0), ("waiting", 0.0), ("kv_blocks_available", None)):
+            if name in before and name in after:
+                expected = before[name] if wanted is None else wanted
+                missing = abs(after[name] - expected)
+                detail = f"{after[name]:g} when all is done, {expected:g} expected"
+                self._add(f"returned.{name}", missing, 0.0, not missing, compared=1, detail=detail)
+
+    def growth(
+        self, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]
+    ) -> None:
+        """A cost that may grow with the length as n^``most``: its fitted exponent must be nearer to that than to the
+        next higher one. What an allocator keeps hides small growth, so it is judged where it exceeds ``least`` (one
+        value a length) at two lengths or more."""
+        seen = sum(value - min(values) > bound for value, bound in zip(values, least, strict=True))
+        found = exponent(lengths, values) if seen >= 2 else 0.0
+        shown = ", ".join(f"{length}: {value:.4g}" for length, value in zip(lengths, values, strict=True))
+        self._add(metric, found, most + 0.5, found <= most + 0.5, compared=len(lengths), detail=shown)
 
     def promise(
         self,
@@ -431,6 +496,14 @@ class Judge:
         self._broken(prompt, Problem("response", f"the target refused the request: {response.error}"))
         return True
 
+    def _replicas(self, prompt: str, response: Response) -> None:
+        """Ranks that hold copies of the same numbers must hold the same bits."""
+        if response.drift:
+            more = f"; and {len(response.drift) - 1} more" if len(response.drift) > 1 else ""
+            self._add(
+                "replicas", float(len(response.drift)), 0.0, False, prompt=prompt, detail=response.drift[0] + more
+            )
+
     def _broken(self, prompt: str, problem: Problem) -> None:
         self._add(problem.metric, math.inf, 0.0, False, prompt=prompt, position=problem.position, detail=problem.reason)
 
@@ -467,6 +540,16 @@ def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str
 
     key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
     return make_record(oracle, key, tokens, (precision,))
+
+
+def _said(response: Response) -> dict[int, int]:
+    """Row -> the token that a response finds most probable after it."""
+    found = {}
+    if response.logits is not None:
+        found = dict(enumerate(np.asarray(response.logits).argmax(axis=1).tolist(), response.first_row))
+    elif response.topk is not None:
+        found = dict(enumerate(np.asarray(response.topk.ids)[:, 0].tolist(), response.first_row))
+    return found | {response.prompt_tokens - 1 + place: token for place, token in enumerate(response.tokens)}
 
 
 def _both(first: Response, second: Response) -> list[str]:

@@ -6,7 +6,7 @@ from pytest_adapt.models import damage
 
 
 @pytest.mark.requirement(11, 90)
-@pytest.mark.adapt(rung="loads", needs=("text",), blocks=True)
+@pytest.mark.adapt(rung="loads", needs=("text",), classes="any", blocks=True)
 def test_the_model_loads_and_answers(target, model, precision, judge):
     """Tokenise, generate, decode: the token counts are exact and the output has the length asked for."""
     for name, tokens in model.prompts(32).items():

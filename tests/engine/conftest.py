@@ -105,6 +105,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Sizes that many ranks can share: query heads for tp up to 8 (over fewer KV heads), more experts than 16, and
+# neither layers, experts, feed-forward nor vocabulary rows divide evenly.
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe_wide": (
+        "Qwen3MoeConfig",
+        {
+            **FAMILIES["qwen3_moe"][1],
+            "num_attention_heads": 8,
+            "num_hidden_layers": 5,
+            "num_experts": 19,
+            "intermediate_size": 71,
+            "moe_intermediate_size": 27,
+        },
+    ),
+    "qwen3_moe_three": (
+        "Qwen3MoeConfig",
+        {**FAMILIES["qwen3_moe"][1], "num_key_value_heads": 3, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        {
+            **FAMILIES["deepseek_v3"][1],
+            "num_attention_heads": 24,
+            "num_key_value_heads": 24,
+            "num_hidden_layers": 5,
+            "n_routed_experts": 20,
+            "attention_bias": True,
+        },
+    ),
+}
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
@@ -120,7 +150,7 @@ def _one_thread() -> None:
 def write_checkpoint(family: str, directory: Path) -> None:
     """A random model of ``family`` in several shards. Weights lie on the grid of float16 and bfloat16 alike."""
     torch.manual_seed(len(family))
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | WIDE)[family]
     config = getattr(transformers, name)(**{**_COMMON, **own})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -183,6 +213,20 @@ def official(checkpoints: Callable[[str], Path], prompt: tuple[int, ...]) -> Cal
             with torch.inference_mode():
                 kept[family, dtype] = model(torch.tensor([prompt])).logits[0].double()
         return kept[family, dtype]
+
+    return get
+
+
+@pytest.fixture
+def rounding(official: Callable[[str, torch.dtype], torch.Tensor]) -> Callable[[str], float]:
+    """``rounding(family)``: how far two correct float32 evaluations may lie apart.
+
+    Each may be twice as far from float64 as transformers' own float32 is (test_families proves that of ours), so
+    two of them are within four times.
+    """
+
+    def get(family: str) -> float:
+        return 4 * float((official(family, torch.float32) - official(family, torch.float64)).abs().max())
 
     return get
 

@@ -306,7 +306,7 @@ def test_load_places_every_parameter_and_reports_what_it_did(workers: int, check
     stored = {name: tensor for file in index.files for name, tensor in load_file(file).items()}
     for parameter in expected_parameters(spec_of(directory)):
         buffer = loader.parameters[parameter.buffer]
-        held = buffer if parameter.slot < 0 else buffer[parameter.slot]
+        held = buffer if parameter.expert < 0 else buffer[parameter.expert]
         assert torch.equal(held, stored[parameter.source]), parameter.name
     assert report.tensors == len(stored) and report.files == len(index.files)
     assert report.bytes == index.nbytes

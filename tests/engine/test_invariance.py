@@ -14,20 +14,6 @@ from .conftest import FAMILIES, VOCAB
 Answer = Callable[..., SequenceResult]
 
 
-@pytest.fixture
-def rounding(official: Callable[[str, torch.dtype], torch.Tensor]) -> Callable[[str], float]:
-    """``rounding(family)``: how far two correct float32 evaluations may lie apart.
-
-    Each may be twice as far from float64 as transformers' own float32 is (test_families proves that of ours), so
-    two of them are within four times.
-    """
-
-    def get(family: str) -> float:
-        return 4 * float((official(family, torch.float32) - official(family, torch.float64)).abs().max())
-
-    return get
-
-
 def prompts(count: int) -> list[tuple[int, ...]]:
     """Unequal lengths around page and chunk borders."""
     torch.manual_seed(count)
@@ -116,6 +102,9 @@ def test_generated_tokens_are_found_by_the_next_turn(opened: Any, prompt: tuple[
     first = answer(engine, prompt[:20], max_new_tokens=30)
     turn = (*prompt[:20], *first.tokens, 5, 6)
     assert answer(engine, turn).cached_tokens == 48
+    # The last token drawn was never computed: a page that it completes is not there.
+    second = answer(engine, prompt[20:40], max_new_tokens=28)
+    assert answer(engine, (*prompt[20:40], *second.tokens, 5)).cached_tokens == 32
 
 
 @pytest.mark.requirement(69)

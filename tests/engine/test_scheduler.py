@@ -146,19 +146,35 @@ def test_scored_prompt_gives_no_tokens_and_first_row_cuts_the_rows(
     chunk=st.integers(0, 9),
     batch=st.integers(1, 4),
     cached=st.booleans(),
+    preemption=st.booleans(),
+    owners=st.integers(1, 3),
 )
 def test_scheduler_serves_everything_once_and_loses_no_block(
-    shapes: list[tuple[int, int, int]], pool: int, chunk: int, batch: int, cached: bool
+    shapes: list[tuple[int, int, int]],
+    pool: int,
+    chunk: int,
+    batch: int,
+    cached: bool,
+    preemption: bool,
+    owners: int,
 ) -> None:
-    """Drives the scheduler with a stand-in model; invariants hold after every step."""
-    options = EngineOptions(max_context=64, page_size=5, prefill_chunk=chunk, max_batch=batch, prefix_cache=cached)
-    blocks = BlockPool(pool)
+    """Drives the scheduler with a stand-in model; invariants hold after every step, whoever owns the pages."""
+    options = EngineOptions(
+        max_context=64,
+        page_size=5,
+        prefill_chunk=chunk,
+        max_batch=batch,
+        prefix_cache=cached,
+        preemption=preemption,
+    )
+    pool = -(-pool // owners) * owners
+    blocks = BlockPool(pool, owners)
     scheduler = Scheduler(options, blocks, PrefixCache(blocks, 5) if cached else None, keeps_rows=False)
     waiting = 0
     for index, (length, new, kind) in enumerate(shapes):
         # Few kinds of prompt, so that beginnings are shared often.
         request = SequenceRequest(str(index), tuple((kind * place) % 7 for place in range(length)), max_new_tokens=new)
-        if scheduler.blocks_for(request) > pool:
+        if -(-(length + max(0, new - 1)) // 5) > pool:
             with pytest.raises(EngineError, match="kv_tokens"):
                 scheduler.submit(request)
         else:
@@ -169,23 +185,27 @@ def test_scheduler_serves_everything_once_and_loses_no_block(
         plan = scheduler.schedule()
         assert plan, "work is waiting but nothing was scheduled"
         assert len(scheduler.running) <= batch
-        assert sum(count for _, count in plan) <= max(options.max_context, plan[0][1])
-        owners: dict[int, list[int]] = {}
+        assert sum(count for _, count in plan) <= options.step_budget
+        rows: dict[int, list[int]] = {}
         for sequence, count in plan:
             assert count > 0 and (not chunk or count <= chunk)
+            assert [block % owners for block in sequence.table] == [
+                page % owners for page in range(len(sequence.table))
+            ]
             for place in range(sequence.computed, sequence.computed + count):
-                owners.setdefault(int(sequence.slots[place]), []).append(place)
-            sequence.computed += count
+                rows.setdefault(int(sequence.slots[place]), []).append(place)
+            sequence.advance(count)
             if sequence.computed == len(sequence.known):
                 if sequence.generated < sequence.request.max_new_tokens:
                     sequence.known.append(1)
                 if sequence.generated >= sequence.request.max_new_tokens:
                     scheduler.finish(sequence)
                     done += 1
-        assert all(len(places) == 1 for places in owners.values()), "two rows of a step share a slot"
+        assert all(len(places) == 1 for places in rows.values()), "two rows of a step share a slot"
         scheduler.check_integrity()
     assert done == waiting
     assert blocks.available == pool
+    assert preemption or not scheduler.counts["preemptions"]
 
 
 def test_pool_notices_a_block_freed_too_often_or_held_by_nobody() -> None:
@@ -216,6 +236,21 @@ def test_prefix_depends_on_everything_before_a_page() -> None:
     assert prefix.lookup((12, 3, 4)) == []
     assert prefix.lookup((1, 23, 3, 4)) == []
     pool.check_integrity([table, table, other, other[:1]])
+    assert prefix.digests((1, 2, 3)) == prefix.digests((1, 2)) and prefix.digests((1,)) == []
+
+
+def test_an_evicted_page_is_not_found() -> None:
+    pool = BlockPool(2)
+    prefix = PrefixCache(pool, 2)
+    table = [pool.allocate()]
+    prefix.insert((1, 2), table)
+    pool.free(table[0])
+    assert prefix.lookup((1, 2)) == table
+    pool.free(table[0])
+    taken = [pool.allocate(), pool.allocate()]
+    assert prefix.lookup((1, 2)) == []
+    pool.check_integrity([taken])
+    prefix.check_integrity()
 
 
 @pytest.mark.requirement(69)

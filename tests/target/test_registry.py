@@ -114,7 +114,7 @@ def test_a_python_module_that_misbehaves_is_named(
 def test_a_template_says_which_axes_and_precisions_it_can_express() -> None:
     spec = resolve("cmd:serve {model} --port {port} -tp {tp} --dtype {dtype}")
     assert (spec.kind, spec.defaults.axes, spec.precisions) == ("endpoint", ("tp",), ("fp32", "bf16"))
-    assert spec.shape_classes == ("aligned", "real")
+    assert spec.shape_classes == ("aligned", "real", "needle")
     assert resolve("cmd[precisions=fp32]:serve {model} {port}").precisions == ("fp32",)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from ..config import AttentionSpec
-from ..model.step import Step
+from ..model.step import Span, Step
 from ..model.weights import Weights
+from .spans import Read, attend_spans
 
 __all__ = ["attend"]
 
 
 def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-    """Output of the attention part for the packed rows x [T, h], before the residual connection: [T, h]."""
+    """Output of the attention part for the packed rows x [T, h], before the residual connection: [T, h].
+
+    ``spec`` and weights are this rank's: its query heads and the KV heads that they read.
+    """
     ops, tap = step.ops, step.tap
     rows = x.shape[0]
     q = ops.linear(x, weights["attn.q.weight"], weights.get("attn.q.bias")).view(rows, spec.heads, spec.head_dim)
@@ -36,22 +40,23 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
         tap("attn.k_rope", k)
     step.cache.write(layer, step.slots, (k, v))
     scale = ops.softmax_scale(spec)
-    parts = []
-    for span in step.spans:
+
+    def one(
+        span: Span, queries: torch.Tensor, positions: torch.Tensor, read: Read
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         keys, values = step.cache.gather(layer, span.slots)
-        parts.append(
-            ops.attention(
-                q[span.start : span.stop],
-                keys,
-                values,
-                q_positions=step.positions[span.start : span.stop],
-                k_positions=span.positions,
-                scale=scale,
-                window=spec.window,
-            )
+        return read(
+            queries,
+            keys,
+            values,
+            q_positions=positions,
+            k_positions=span.positions,
+            scale=scale,
+            window=spec.window,
         )
-    context = step.join(parts)
-    out: torch.Tensor = ops.linear(context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
+
+    context = attend_spans(step, q, spec.value_dim, one)
+    out = step.parallel.linear_rows(ops, context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
     if tap:
         tap("attn.context", context)
         tap("attn.out", out)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ..config import AttentionSpec
-from ..model.step import Step
+from ..model.step import Span, Step
 from ..model.weights import Weights
+from .spans import Read, attend_spans
 
 __all__ = ["attend"]
 
@@ -38,22 +39,24 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
         tap("attn.k_rope", k_rope)
     step.cache.write(layer, step.slots, (latent, k_rope))
     scale = ops.softmax_scale(spec)
-    parts = []
-    for span in step.spans:
-        own = slice(span.start, span.stop)
-        q_plain, q_turned = q[own, :, : spec.nope_dim], q_rope[own]
+    queries = torch.cat((q[..., : spec.nope_dim], q_rope), dim=-1)
+
+    def one(
+        span: Span, queries: torch.Tensor, positions: torch.Tensor, read: Read
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         latents, turned = step.cache.gather(layer, span.slots)
-        read = {
-            "q_positions": step.positions[own],
+        settings = {
+            "q_positions": positions,
             "k_positions": span.positions,
             "scale": scale,
             "window": spec.window,
         }
-        few = (span.stop - span.start) * _FEW_ROWS <= len(span.slots)
+        few = (span.stop - span.start) * _FEW_ROWS <= span.known
         attend_span = _absorbed if few else _expanded
-        parts.append(attend_span(step, spec, weights, q_plain, q_turned, latents, turned, read))
-    context = step.join(parts)
-    out: torch.Tensor = ops.linear(context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
+        return attend_span(step, spec, weights, queries, latents, turned, partial(read, **settings))
+
+    context = attend_spans(step, queries, spec.value_dim, one)
+    out = step.parallel.linear_rows(ops, context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
     if tap:
         tap("attn.context", context)
         tap("attn.out", out)
@@ -64,42 +67,40 @@ def _expanded(
     step: Step,
     spec: AttentionSpec,
     weights: Weights,
-    q_plain: torch.Tensor,
-    q_turned: torch.Tensor,
+    queries: torch.Tensor,
     latents: torch.Tensor,
     turned: torch.Tensor,
-    read: dict[str, Any],
-) -> torch.Tensor:
+    read: Read,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Context [Tq, H, v] from keys and values expanded for every head: cheap where many rows share them."""
     expanded = _expand(step, spec, weights, latents)
     keys = torch.cat((expanded[..., : spec.nope_dim], turned.expand(-1, spec.heads, -1)), dim=-1)
-    queries = torch.cat((q_plain, q_turned), dim=-1)
-    context: torch.Tensor = step.ops.attention(queries, keys, expanded[..., spec.nope_dim :], **read)
-    return context
+    return read(queries, keys, expanded[..., spec.nope_dim :])
 
 
 def _absorbed(
     step: Step,
     spec: AttentionSpec,
     weights: Weights,
-    q_plain: torch.Tensor,
-    q_turned: torch.Tensor,
+    queries: torch.Tensor,
     latents: torch.Tensor,
     turned: torch.Tensor,
-    read: dict[str, Any],
-) -> torch.Tensor:
+    read: Read,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same from the latents themselves: q (W l) = (q W) l, and W (sum p l) = sum p (W l).
 
     All heads share one "key head" of width kv_lora + rope, so decoding does not expand its whole past again.
-    Stays in float32 until the context, which is what the expanded form rounds.
+    Stays in float32 until the context, which is what the expanded form rounds; W commutes with merging partial
+    contexts, whose weights sum to one.
     """
     ops = step.ops
     per_head = weights["attn.kv_b.weight"].view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
-    moved = ops.head_linear(q_plain, per_head[:, : spec.nope_dim].transpose(1, 2))
-    queries = torch.cat((moved, q_turned.float()), dim=-1)
+    moved = ops.head_linear(queries[..., : spec.nope_dim], per_head[:, : spec.nope_dim].transpose(1, 2))
+    shared = torch.cat((moved, queries[..., spec.nope_dim :].float()), dim=-1)
     keys = torch.cat((latents[:, None], turned), dim=-1)
-    mixed = ops.attention(queries, keys, latents[:, None], **read)
-    return ops.head_linear(mixed, per_head[:, spec.nope_dim :]).to(latents.dtype)
+    mixed, weight = read(shared, keys, latents[:, None])
+    context = ops.head_linear(mixed, per_head[:, spec.nope_dim :])
+    return context if weight is not None else context.to(latents.dtype), weight
 
 
 def _query(step: Step, spec: AttentionSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:

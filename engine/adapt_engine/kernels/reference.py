@@ -44,6 +44,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
+def linear_partial(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` whose result is a summand: float32 [T, out], not rounded to the dtype of x."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
 def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` for float16 on a CPU, where torch's own many-row product is several times slower than this."""
     if x.shape[0] == 1:
@@ -128,31 +133,85 @@ def attention(
     q [Tq, H, d], k [Tk, G, d], v [Tk, G, dv], positions ascending; G divides H. A key at position p is visible
     to a query at position t where t - window < p <= t. Float32 inside; returns [Tq, H, dv] in the dtype of q.
     """
+    out, _ = _attend(q, k, v, q_positions, k_positions, scale, window, torch.softmax)
+    return out
+
+
+def attention_partial(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` over some of a sequence's keys: context float32 [Tq, H, dv] and natural log-sum-exp [Tq, H].
+
+    Without a visible key a row has context 0 and log-sum-exp -inf: it weighs nothing in a merge.
+    """
+    return _attend(q.float(), k, v, q_positions, k_positions, scale, window, _softmax_or_nothing)
+
+
+def attention_merge(contexts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Context float32 [T, H, dv] over all keys from partial ones [n, T, H, dv] and their log-sum-exp [n, T, H].
+
+    Summed in the order of the parts; at least one of them has a visible key.
+    """
+    share = (weights - weights.amax(0)).exp()
+    total, norm = contexts[0] * share[0, ..., None], share[0]
+    for part, own in zip(contexts[1:], share[1:], strict=True):
+        total, norm = total + part * own[..., None], norm + own
+    return total / norm[..., None]
+
+
+def _softmax_or_nothing(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax in which a row without finite scores is all zeros."""
+    return scores.softmax(dim).nan_to_num(nan=0.0) if scores.shape[dim] else scores
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softmax: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Context in the dtype of q; log-sum-exp float32 [Tq, H] only where rows may be without keys."""
     rows, heads, _ = q.shape
     keys, groups, _ = k.shape
     out = torch.empty((rows, heads, v.shape[-1]), dtype=q.dtype)
+    partial = softmax is not torch.softmax
+    weight = torch.full((rows, heads), -math.inf) if partial else torch.empty(0)
     wide_k = k.float().permute(1, 2, 0)
     wide_v = v.float().transpose(0, 1)
-    step = max(1, _SCORE_BLOCK // (heads * keys))
+    step = max(1, _SCORE_BLOCK // (heads * max(1, keys)))
     for start in range(0, rows, step):
         at = q_positions[start : start + step]
         # Keys after the block's last query or out of every query's window cannot contribute.
         end = int(torch.searchsorted(k_positions, at[-1], right=True))
         begin = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window, right=True))
+        begin = min(begin, end)
         count = at.shape[0]
-        block = q[start : start + count].float().view(count, groups, heads // groups, -1)
-        block = block.permute(1, 2, 0, 3).reshape(groups, heads // groups * count, -1)
+        block = q[start : start + count].float().view(count, groups, heads // groups, q.shape[-1])
+        block = block.permute(1, 2, 0, 3).reshape(groups, heads // groups * count, q.shape[-1])
         scores = torch.bmm(block, wide_k[..., begin:end]) * scale
         seen = k_positions[None, begin:end]
         hidden = seen > at[:, None]
         if window is not None:
             hidden |= seen <= at[:, None] - window
         scores = scores.view(groups, heads // groups, count, end - begin).masked_fill_(hidden, -math.inf)
-        probs = scores.softmax(dim=-1).view(groups, heads // groups * count, end - begin)
+        if partial:
+            weight[start : start + count] = scores.logsumexp(-1).permute(2, 0, 1).reshape(count, heads)
+        probs = softmax(scores, dim=-1).view(groups, heads // groups * count, end - begin)
         mixed = torch.bmm(probs, wide_v[:, begin:end])
-        mixed = mixed.view(groups, heads // groups, count, -1).permute(2, 0, 1, 3)
-        out[start : start + count] = mixed.reshape(count, heads, -1)
-    return out
+        mixed = mixed.view(groups, heads // groups, count, v.shape[-1]).permute(2, 0, 1, 3)
+        out[start : start + count] = mixed.reshape(count, heads, v.shape[-1])
+    return out, weight
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -175,7 +234,7 @@ def route(logits: torch.Tensor, selection_bias: torch.Tensor | None, spec: MoESp
     selection = scores if selection_bias is None else scores + selection_bias
     eligible = selection.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     if spec.groups > 1:
-        grouped = eligible.view(-1, spec.groups, spec.experts // spec.groups)
+        grouped = eligible.view(eligible.shape[0], spec.groups, spec.experts // spec.groups)
         rank = grouped.topk(2, dim=-1).values.sum(-1)
         kept = _best(rank, spec.top_groups)
         dropped = torch.ones_like(rank, dtype=torch.bool).scatter_(1, kept, False)
@@ -193,8 +252,31 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+def make_expert_rows(ops: Ops) -> Callable[..., torch.Tensor]:
+    """The ``expert_rows`` op over the ``linear`` and ``swiglu`` ops of the same registry."""
+
+    def expert_rows(
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        gate_w: torch.Tensor,
+        up_w: torch.Tensor,
+        down_w: torch.Tensor,
+        partial: bool,
+        tap: Tap | None,
+    ) -> torch.Tensor:
+        """Each row through its own expert; ``partial`` results are summands, float32."""
+        down = torch.empty((x.shape[0], x.shape[1]), dtype=torch.float32 if partial else x.dtype)
+        kept = _run_experts(ops, x, ids, 1, (gate_w, up_w, down_w), down, tap is not None)
+        if tap is not None:
+            for name, value in kept.items():
+                tap(f"moe.experts.{name}", value)
+        return down
+
+    return expert_rows
+
+
 def make_experts(ops: Ops) -> Callable[..., torch.Tensor]:
-    """The ``experts`` op over the ``linear`` and ``swiglu`` ops of the same registry."""
+    """The ``experts`` op over the ``linear``, ``swiglu`` and ``combine`` ops of the same registry."""
 
     def experts(
         x: torch.Tensor,
@@ -207,36 +289,55 @@ def make_experts(ops: Ops) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         """Weighted sum over each row's experts: float32, in the order of ids, rounded once."""
         rows, slots = ids.shape
-        flat = ids.reshape(-1)
-        order = flat.sort(stable=True).indices
-        down = torch.empty((rows * slots, x.shape[-1]), dtype=x.dtype)
-        kept: dict[str, torch.Tensor] = {}
-        if tap is not None:
-            kept = {name: torch.empty((rows * slots, gate_w.shape[1]), dtype=x.dtype) for name in ("gate", "up", "act")}
-        counts = torch.bincount(flat, minlength=gate_w.shape[0]).tolist()
-        start = 0
-        for expert, count in enumerate(counts):
-            if not count:
-                continue
-            where = order[start : start + count]
-            start += count
-            chosen = x[where // slots]
-            gate, up = ops.linear(chosen, gate_w[expert], None), ops.linear(chosen, up_w[expert], None)
-            act = ops.swiglu(gate, up)
-            down[where] = ops.linear(act, down_w[expert], None)
-            if kept:
-                kept["gate"][where], kept["up"][where], kept["act"][where] = gate, up, act
-        down = down.view(rows, slots, -1)
+        flat = torch.empty((rows * slots, x.shape[1]), dtype=x.dtype)
+        kept = _run_experts(ops, x, ids.reshape(-1), slots, (gate_w, up_w, down_w), flat, tap is not None)
+        down = flat.view(rows, slots, x.shape[1])
         if tap is not None:
             for name, value in kept.items():
-                tap(f"moe.experts.{name}", value.view(rows, slots, -1))
+                tap(f"moe.experts.{name}", value.view(rows, slots, value.shape[1]))
             tap("moe.experts.down", down)
-        routed = down[:, 0].float() * weights[:, 0, None]
-        for slot in range(1, slots):
-            routed += down[:, slot].float() * weights[:, slot, None]
-        return routed.to(x.dtype)
+        return ops.combine(down, weights)
 
     return experts
+
+
+def _run_experts(
+    ops: Ops,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    slots: int,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    down: torch.Tensor,
+    keep: bool,
+) -> dict[str, torch.Tensor]:
+    """Fill ``down`` [n, h]: slot i is row i // ``slots`` of x through expert ``ids[i]``. Returns what is to be kept."""
+    gate_w, up_w, down_w = weights
+    product = ops.linear_partial if down.dtype != x.dtype else ops.linear
+    kept: dict[str, torch.Tensor] = {}
+    if keep:
+        kept = {name: torch.empty((ids.shape[0], gate_w.shape[1]), dtype=x.dtype) for name in ("gate", "up", "act")}
+    order = ids.sort(stable=True).indices
+    start = 0
+    for expert, count in enumerate(torch.bincount(ids, minlength=gate_w.shape[0]).tolist()):
+        if not count:
+            continue
+        where = order[start : start + count]
+        start += count
+        chosen = x[where // slots]
+        gate, up = ops.linear(chosen, gate_w[expert], None), ops.linear(chosen, up_w[expert], None)
+        act = ops.swiglu(gate, up)
+        down[where] = product(act, down_w[expert], None)
+        if kept:
+            kept["gate"][where], kept["up"][where], kept["act"][where] = gate, up, act
+    return kept
+
+
+def combine(down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum [T, h] of expert outputs [T, k, h], weights float32 [T, k]: float32, in slot order, rounded once."""
+    routed = down[:, 0].float() * weights[:, 0, None]
+    for slot in range(1, down.shape[1]):
+        routed += down[:, slot].float() * weights[:, slot, None]
+    return routed.to(down.dtype)
 
 
 def shared_combine(routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
@@ -269,14 +370,19 @@ def offers() -> list[Implementation]:
         ("rms_norm", rms_norm, every, frozenset()),
         ("linear", linear, every - half, frozenset()),
         ("linear", linear_upcast, half, frozenset()),
+        ("linear_partial", linear_partial, every, frozenset()),
         ("head_linear", head_linear, every, frozenset()),
         ("rope_tables", rope_tables, every, rowwise),
         ("rope_apply", rope_apply, every, rowwise),
         ("attention", attention, every, frozenset()),
+        ("attention_partial", attention_partial, every, frozenset()),
+        ("attention_merge", attention_merge, every, frozenset()),
         ("softmax_scale", softmax_scale, every, rowwise),
-        ("swiglu", swiglu, every, rowwise),
+        # torch's silu rounds the last elements of a buffer otherwise than those before: not a property of the row.
+        ("swiglu", swiglu, every, frozenset()),
         ("router_logits", router_logits, every, frozenset()),
         ("route", route, every, frozenset()),
+        ("combine", combine, every, rowwise),
         ("shared_combine", shared_combine, every, rowwise),
         ("add", add, every, rowwise),
         ("lm_head", lm_head, every - half, frozenset()),
@@ -284,4 +390,8 @@ def offers() -> list[Implementation]:
         ("sample", sample, every, rowwise),
     ]
     plain = [Implementation(op, "reference", call, dtypes, traits) for op, call, dtypes, traits in table]
-    return [*plain, Implementation("experts", "reference", make_experts, every, composite=True)]
+    return [
+        *plain,
+        Implementation("expert_rows", "reference", make_expert_rows, every, composite=True),
+        Implementation("experts", "reference", make_experts, every, composite=True),
+    ]

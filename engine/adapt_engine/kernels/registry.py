@@ -16,15 +16,20 @@ OPS: tuple[str, ...] = (
     "embedding",
     "rms_norm",
     "linear",
+    "linear_partial",
     "head_linear",
     "rope_tables",
     "rope_apply",
     "attention",
+    "attention_partial",
+    "attention_merge",
     "softmax_scale",
     "swiglu",
     "router_logits",
     "route",
+    "expert_rows",
     "experts",
+    "combine",
     "shared_combine",
     "add",
     "lm_head",
@@ -74,15 +79,20 @@ class Ops:
     embedding: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
+    linear_partial: Callable[..., torch.Tensor]
     head_linear: Callable[..., torch.Tensor]
     rope_tables: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_apply: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
+    attention_partial: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    attention_merge: Callable[..., torch.Tensor]
     softmax_scale: Callable[..., float]
     swiglu: Callable[..., torch.Tensor]
     router_logits: Callable[..., torch.Tensor]
     route: Callable[..., Routing]
+    expert_rows: Callable[..., torch.Tensor]
     experts: Callable[..., torch.Tensor]
+    combine: Callable[..., torch.Tensor]
     shared_combine: Callable[..., torch.Tensor]
     add: Callable[..., torch.Tensor]
     lm_head: Callable[..., torch.Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..config import ModelSpec
@@ -12,10 +14,13 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache:
-    """Rows of every layer, addressed by slot. Untouched memory costs nothing until it is written."""
+    """Rows of every layer, addressed by slot. Untouched memory costs nothing until it is written.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, blocks: int, page_size: int) -> None:
-        self.groups = groups_of(spec)
+    On one of many ranks ``spec`` is what that rank computes (its KV heads, its layers, numbered from ``first``).
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, blocks: int, page_size: int, first: int = 0) -> None:
+        self.groups = groups_of(spec, first)
         self.page_size = page_size
         self.slots = blocks * page_size
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -29,10 +34,9 @@ class PagedCache:
             if planned != actual:
                 raise EngineError(f"KV group {group.kind}: planned {planned} bytes, allocated {actual}")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(part.nbytes for rows in self._rows.values() for part in rows)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The storage of every layer and component."""
+        return (part for rows in self._rows.values() for part in rows)
 
     def write(self, layer: int, slots: torch.Tensor, rows: tuple[torch.Tensor, ...]) -> None:
         """Store ``rows`` (one tensor [n, ...] per component of the layer's group) at ``slots`` int64 [n]."""

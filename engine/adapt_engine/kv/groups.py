@@ -36,9 +36,9 @@ def _components(spec: AttentionSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return (("k", (spec.kv_heads, spec.head_dim)), ("v", (spec.kv_heads, spec.value_dim)))
 
 
-def groups_of(spec: ModelSpec) -> tuple[KVGroup, ...]:
-    """Groups of a model, in order of their first layer."""
+def groups_of(spec: ModelSpec, first: int = 0) -> tuple[KVGroup, ...]:
+    """Groups of a model, in order of their first layer; the layers of ``spec`` are numbered from ``first``."""
     found: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], list[int]] = {}
-    for index, layer in enumerate(spec.layers):
+    for index, layer in enumerate(spec.layers, first):
         found.setdefault((layer.attention.kind, _components(layer.attention)), []).append(index)
     return tuple(KVGroup(kind, tuple(layers), parts) for (kind, parts), layers in found.items())

@@ -20,9 +20,9 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
         self.hits = 0
-        """Tokens found."""
+        """Tokens found, over the lookups that were used."""
         self.queries = 0
-        """Tokens asked for."""
+        """Tokens asked for in those."""
 
     def digests(self, tokens: Sequence[int]) -> list[bytes]:
         """Chained digest of each full page of ``tokens``."""
@@ -44,9 +44,12 @@ class PrefixCache:
                 break
             self._pool.share(block)
             found.append(block)
-        self.queries += len(tokens)
-        self.hits += len(found) * self._page
         return found
+
+    def count(self, asked: int, blocks: int) -> None:
+        """A lookup of ``asked`` tokens was used: add it and its ``blocks`` to the statistics."""
+        self.queries += asked
+        self.hits += blocks * self._page
 
     def insert(self, tokens: Sequence[int], table: Sequence[int]) -> None:
         """Enter the full pages of ``tokens``, held by the blocks of ``table``. A known page keeps its block."""

@@ -10,34 +10,61 @@ from ..config import RopeSpec
 from ..kernels import Ops
 from ..kv.cache import PagedCache
 from ..runtime.taps import LayerTap, TapRecorder
+from .parallel import Parallel
 
-__all__ = ["Span", "Step"]
+__all__ = ["Rows", "Span", "Step"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [start, stop) of a step belong to one sequence, which by then has ``len(slots)`` tokens in the cache."""
+    """Rows [start, stop) of all packed rows belong to one sequence, which by then has ``known`` tokens cached."""
 
     start: int
     stop: int
     slots: torch.Tensor
-    """int64 [n]: slot of each position 0 .. n - 1."""
+    """int64 [n]: slot of each position that this rank stores, in order."""
     positions: torch.Tensor
-    """int64 [n]: 0 .. n - 1."""
+    """int64 [n]: those positions; 0 .. known - 1 where the rank stores all."""
+    known: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows of a step on the ranks of an sp group."""
+
+    positions: torch.Tensor
+    """int64 [T]: position of every row of the group."""
+    owned: tuple[torch.Tensor, ...]
+    """int64: which of the T rows each rank of the group computes; empty where one rank computes all."""
+
+    def gather(self, own: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        """All rows [T, ...] in packed order, of which each rank brings its own."""
+        parts = parallel.comm.all_gather(own, parallel.sp, [len(rows) for rows in self.owned])
+        whole = torch.empty((len(self.positions), *own.shape[1:]), dtype=own.dtype)
+        for rows, part in zip(self.owned, parts, strict=True):
+            whole[rows] = part
+        return whole
+
+    def scatter(self, whole: torch.Tensor, parallel: Parallel) -> list[torch.Tensor]:
+        """Every rank's value [n, ...] of the rows that this rank owns, each having one of all rows [T, ...]."""
+        mine = len(self.owned[parallel.place.sp])
+        return parallel.comm.all_to_all([whole[rows] for rows in self.owned], parallel.sp, [mine] * len(self.owned))
 
 
 @dataclass
 class Step:
-    """One forward pass: T rows of any number of sequences, packed in order of ``spans``."""
+    """One forward pass of one rank: its T rows of any number of sequences, packed in order of ``spans``."""
 
     ops: Ops
     cache: PagedCache
+    parallel: Parallel
     ids: torch.Tensor
     """int64 [T]"""
     positions: torch.Tensor
     """int64 [T]"""
     slots: torch.Tensor
     """int64 [T]: where each row's keys and values are stored."""
+    rows: Rows
     spans: tuple[Span, ...]
     head_rows: torch.Tensor
     """int64 [R]: rows whose logits are wanted."""

@@ -20,37 +20,61 @@ _ATTENTION = {"gqa": gqa.attend, "mla": mla.attend}
 
 
 class Transformer:
-    """A model on one rank. ``parameters`` maps buffer names to tensors (`adapt_engine.weights.parameters`)."""
+    """What one rank computes of a model. ``parameters`` maps buffer names to its tensors
+    (`adapt_engine.weights.parameters`), ``spec`` holds its layers, numbered from ``first``, as it sees them
+    (`adapt_engine.weights.shards.ShardPlan.local_spec`).
+    """
 
-    def __init__(self, spec: ModelSpec, parameters: Mapping[str, torch.Tensor], kernels: KernelRegistry) -> None:
+    def __init__(
+        self, spec: ModelSpec, parameters: Mapping[str, torch.Tensor], kernels: KernelRegistry, first: int = 0
+    ) -> None:
         self.spec = spec
         self.parameters = parameters
         self.kernels = kernels
-        self._layers = [layer_weights(parameters, index) for index in range(len(spec.layers))]
-        self._head = parameters["embed" if spec.tied else "head"]
+        self.first = first
+        self._layers = [layer_weights(parameters, first + index) for index in range(len(spec.layers))]
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """Logits float32 [R, V] of ``step.head_rows``; fills the cache for every row of the step."""
-        ops, record = step.ops, step.record
-        x = ops.embedding(self.parameters["embed"], step.ids)
-        if record:
-            record("embed", x)
-        for index, (layer, weights) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
+    def forward(self, step: Step) -> torch.Tensor | None:
+        """Logits float32 [R, V] of ``step.head_rows`` on the last stage, None on others.
+
+        Fills the cache for every row of the step.
+        """
+        parallel, record = step.parallel, step.record
+        if parallel.first_stage:
+            x = parallel.embedding(step.ops, self.parameters["embed"], step.ids, self.spec.vocab)
+            if record:
+                record("embed", x)
+        else:
+            x = parallel.receive(step.ids.shape[0], self.spec.hidden, self.kernels.dtype)
+        for index, (layer, weights) in enumerate(zip(self.spec.layers, self._layers, strict=True), self.first):
             self.kernels.layer = index
             step.tap = record.layer(index) if record else None
             x = self._layer(step, index, layer, weights, x)
         self.kernels.layer = None
+        if parallel.last_stage:
+            return self._logits(step, x)
+        parallel.hand_on(x)
+        return None
+
+    def release(self) -> None:
+        """Let go of the weights; nothing can be computed afterwards."""
+        self.parameters = {}
+        self._layers = []
+
+    def _logits(self, step: Step, x: torch.Tensor) -> torch.Tensor:
+        ops, record = step.ops, step.record
+        head = self.parameters["embed" if self.spec.tied else "head"]
         if record and not record.wanted.isdisjoint(_HEAD_SITES):
             # Rows of these two sites must line up with all others, so every row goes through the head.
             normed = ops.rms_norm(x, self.parameters["final.norm"], self.spec.norm_eps)
             record("final.norm", normed)
-            logits = ops.lm_head(normed, self._head)
+            logits = step.parallel.head(ops, normed, head, self.spec.vocab)
             record("logits", logits)
             return logits[step.head_rows]
         if not step.head_rows.shape[0]:
             return torch.empty((0, self.spec.vocab))
         normed = ops.rms_norm(x[step.head_rows], self.parameters["final.norm"], self.spec.norm_eps)
-        return ops.lm_head(normed, self._head)
+        return step.parallel.head(ops, normed, head, self.spec.vocab)
 
     def _layer(self, step: Step, index: int, layer: LayerSpec, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         ops, tap, eps = step.ops, step.tap, self.spec.norm_eps
@@ -82,5 +106,4 @@ def _dense(step: Step, spec: DenseSpec, weights: Weights, x: torch.Tensor) -> to
         tap("ffn.gate", gate)
         tap("ffn.up", up)
         tap("ffn.act", act)
-    out: torch.Tensor = ops.linear(act, weights["ffn.down.weight"], weights.get("ffn.down.bias"))
-    return out
+    return step.parallel.linear_rows(ops, act, weights["ffn.down.weight"], weights.get("ffn.down.bias"))

@@ -1,58 +1,99 @@
-"""The engine: open a checkpoint, run requests, close. A step is schedule -> forward -> advance."""
+"""The engine: open a checkpoint, run requests, close. A step is schedule -> execute on all ranks -> advance.
+
+The engine is the controller of one or many ranks: it schedules, samples and answers; ranks compute. Each dp replica
+has a scheduler and a block pool of its own.
+"""
 
 from __future__ import annotations
 
-import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..config import ModelSpec
+from ..comm import Traffic
 from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
-from ..kernels import KernelRegistry, native, reference
-from ..kv.cache import PagedCache
-from ..kv.groups import groups_of
 from ..kv.pool import BlockPool
 from ..kv.prefix import PrefixCache
-from ..model.step import Span, Step
-from ..model.transformer import Transformer
-from ..weights.index import WeightIndex
-from ..weights.loader import Loader, LoadReport
-from .requests import DTYPES, EngineOptions, SequenceRequest, SequenceResult
+from ..layout import Layout
+from ..mesh import Mesh
+from ..weights.loader import LoadReport
+from ..weights.shards import ShardPlan, check_cover
+from .assemble import Assembler, Drift
+from .executor import Executor, LocalExecutor
+from .memory import RankMemory, check_memory
+from .plan import RankAnswer, SequencePlan, StepPlan
+from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
 
 __all__ = ["Engine"]
 
 
-class Engine:
-    """A loaded model on one rank. Build with `open`; not thread-safe.
+@dataclass(frozen=True)
+class Replica:
+    """One dp place: the sequences that it serves and the blocks that they hold."""
 
-    Attributes: ``spec`` (what the model is), ``options``, ``load_report``, ``kernels_registry`` (the seam for
-    wrapping ops), ``cache``, ``pool``, ``prefix`` and ``scheduler`` (the seams of the KV cache).
+    scheduler: Scheduler
+    pool: BlockPool
+    prefix: PrefixCache | None
+
+    @property
+    def load(self) -> int:
+        """Requests in it."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+
+class Engine:
+    """A loaded model. Build with `open`; not thread-safe.
+
+    `run` serves a batch of requests to the end. Whoever wants tokens as they come, or submits while others run, uses
+    what it is made of: `submit`, then `step` while `busy`. `abort` works with both.
+
+    Attributes: ``spec`` (what the model is), ``options``, ``layout``, ``load_report``, ``executor`` (its ranks),
+    ``replicas``, and of the first of each: ``kernels_registry`` (the seam for wrapping ops), ``pool``, ``prefix`` and
+    ``scheduler``.
     """
 
-    def __init__(
-        self, spec: ModelSpec, options: EngineOptions, transformer: Transformer, load_report: LoadReport
-    ) -> None:
-        self.spec = spec
+    def __init__(self, plan: ShardPlan, options: EngineOptions, executor: Executor) -> None:
+        self.spec = plan.spec
         self.options = options
-        self.load_report = load_report
-        self.kernels_registry = transformer.kernels
-        dtype = DTYPES[options.precision]
+        self.layout = plan.mesh.layout
+        self.executor = executor
+        self.kernels_registry = executor.kernels
+        self.load_report = _together(executor.reports())
+        recorder = TapRecorder(self.spec.sites(), options.taps)
+        self._wanted = recorder.wanted
+        self._assembler = Assembler(plan, options.page_size)
         blocks = -(-options.cache_tokens // options.page_size)
-        _check_memory(spec, blocks * options.page_size, dtype.itemsize)
-        self.pool = BlockPool(blocks)
-        self.cache = PagedCache(spec, dtype, blocks, options.page_size)
-        self.prefix = PrefixCache(self.pool, options.page_size) if options.prefix_cache else None
-        recorder = TapRecorder(spec.sites(), options.taps)
-        self._taps = recorder if recorder.wanted else None
-        self.scheduler = Scheduler(options, self.pool, self.prefix, keeps_rows=self._taps is not None)
-        self._transformer: Transformer | None = transformer
+        blocks = -(-blocks // self.layout.sp) * self.layout.sp
+        self.replicas = tuple(self._replica(blocks) for _ in range(self.layout.dp))
+        self._turn = 0
+        self._seen = 0
+        self._open = True
+        self._ended: deque[SequenceResult] = deque()
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
+
+    def _replica(self, blocks: int) -> Replica:
+        pool = BlockPool(blocks, self.layout.sp)
+        prefix = PrefixCache(pool, self.options.page_size) if self.options.prefix_cache else None
+        return Replica(Scheduler(self.options, pool, prefix, keeps_rows=bool(self._wanted)), pool, prefix)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.replicas[0].scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.replicas[0].pool
+
+    @property
+    def prefix(self) -> PrefixCache | None:
+        return self.replicas[0].prefix
 
     @classmethod
     def open(cls, directory: str | Path, options: EngineOptions | None = None) -> Engine:
@@ -63,16 +104,16 @@ class Engine:
         """
         options = options or EngineOptions()
         spec = spec_from_config(read_config(directory))
-        offers = reference.offers() + (native.offers() if options.native else [])
-        kernels = KernelRegistry(offers, DTYPES[options.precision], options.mode)
+        plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
+        check_memory(plan, options)
         if options.threads:
             torch.set_num_threads(options.threads)
         try:
-            loader = Loader(WeightIndex.read(directory), spec, kernels.dtype)
-            report = loader.load()
+            executor = LocalExecutor(directory, plan, options)
         except OSError as problem:
             raise CheckpointError(f"{problem.filename or directory}: cannot be read ({problem.strerror})") from None
-        return cls(spec, options, Transformer(spec, loader.parameters, kernels), report)
+        check_cover(spec, executor.placed())
+        return cls(plan, options, executor)
 
     def kernels(self) -> dict[str, str]:
         """op -> implementation in use (``native-avx512``, ``reference``)."""
@@ -82,124 +123,169 @@ class Engine:
         """Serve requests together; yields each result as soon as it is complete.
 
         A request that cannot be served gives a result with ``error``; the others are not affected. Leaving
-        the iterator early drops what is still in flight.
+        the iterator early drops what is still in flight. Requests are taken from ``requests`` as there is room.
         """
-        if self._transformer is None:
-            raise EngineError("engine is closed; open it again")
-        if self.scheduler.running or self.scheduler.waiting:
-            raise EngineError("run() is already in progress; finish or close its iterator first")
+        self._check_open()
+        if self.busy:
+            raise EngineError("a run is already in progress; finish or close its iterator, or step until idle, first")
         source = iter(requests)
+        queue = min(self.options.max_batch, self.options.max_waiting or self.options.max_batch)
         try:
             more = True
-            while more or self.scheduler.running or self.scheduler.waiting:
-                while more and len(self.scheduler.waiting) < self.options.max_batch:
+            while more or self.busy:
+                while more and min(len(replica.scheduler.waiting) for replica in self.replicas) < queue:
                     try:
                         request = next(source)
                     except StopIteration:
                         more = False
                         break
-                    refused = self._submit(request)
+                    refused = self.submit(request)
                     if refused is not None:
                         yield refused
-                yield from self._step()
-            self.check_integrity()
+                yield from (update.result for update in self.step() if update.result is not None)
         finally:
-            self.scheduler.drop_all()
+            self.drop_all()
 
-    def _submit(self, request: SequenceRequest) -> SequenceResult | None:
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return bool(self._ended) or any(replica.load for replica in self.replicas)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineError("engine is closed; open it again")
+
+    def _assign(self) -> Replica:
+        """The replica with the fewest requests; among equals, the one that has waited longest for one."""
+        count = len(self.replicas)
+        order = [(self._turn + step) % count for step in range(count)]
+        chosen = min(order, key=lambda index: self.replicas[index].load)
+        self._turn = (chosen + 1) % count
+        return self.replicas[chosen]
+
+    def submit(self, request: SequenceRequest) -> SequenceResult | None:
+        """Queue a request. None where it is accepted; otherwise the result, with ``error``, that it gets at once."""
+        self._check_open()
+        if not self.busy:
+            self._seen = len(self.drifts)
         self._counts["requests"] += 1
         problem = request.problem(self.spec.vocab, self.options)
+        if problem is None and any(request.id in replica.scheduler for replica in self.replicas):
+            problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
-                self.scheduler.submit(request)
+                self._assign().scheduler.submit(request)
                 return None
             except EngineError as refusal:
                 problem = str(refusal)
         self._counts["errors"] += 1
         return SequenceResult(request.id, finish="error", error=problem)
 
-    @torch.inference_mode()
-    def _forward(self, plan: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits of the rows that matter, and for each sequence which of its rows those are."""
-        assert self._transformer is not None
-        ids: list[int] = []
-        spans, slots, positions, head, wanted = [], [], [], [], []
-        for sequence, count in plan:
-            first, last = sequence.computed, sequence.computed + count
-            row = len(ids)
-            ids.extend(sequence.known[first:last])
-            seen = torch.arange(last)
-            spans.append(Span(row, row + count, sequence.slots[:last], seen))
-            slots.append(sequence.slots[first:last])
-            positions.append(seen[first:])
-            rows = self._head_rows(sequence, first, last)
-            wanted.append(rows)
-            head.append(rows - first + row)
-        step = Step(
-            ops=self.kernels_registry.ops,
-            cache=self.cache,
-            ids=torch.tensor(ids, dtype=torch.int64),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            spans=tuple(spans),
-            head_rows=torch.cat(head),
-            record=self._taps,
-        )
-        return self._transformer.forward(step), wanted
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False where none of that id is in flight (it may just have ended).
 
-    def _head_rows(self, sequence: Sequence, first: int, last: int) -> torch.Tensor:
-        """Positions in [first, last) whose logits are needed: to keep, or to draw the next token from."""
+        Its blocks are back when this returns. Its result, with finish ``abort``, comes with the next step.
+        """
+        for replica in self.replicas:
+            sequence = replica.scheduler.abort(request_id)
+            if sequence is not None:
+                self._ended.append(self._result(sequence))
+                return True
+        return False
+
+    def drop_all(self) -> None:
+        """Forget everything in flight, without results."""
+        for replica in self.replicas:
+            replica.scheduler.drop_all()
+        self._ended.clear()
+
+    def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
+        first, last = sequence.computed, sequence.computed + count
+        head = self._first_head_row(sequence, first, last)
+        return SequencePlan(tuple(sequence.known[first:last]), first, last, sequence.slots[:last], head)
+
+    def _first_head_row(self, sequence: Sequence, first: int, last: int) -> int:
+        """Positions from this to ``last`` need logits: to keep, or to draw the next token from."""
         request = sequence.request
         draws = last == len(sequence.known) and sequence.generated < request.max_new_tokens
         begin = last - 1 if draws else last
         if request.want_logits:
-            begin = min(begin, max(first, request.first_row))
-        return torch.arange(begin, last)
+            begin = min(begin, max(first, request.first_row, sequence.reached))
+        return begin
 
-    def _step(self) -> Iterator[SequenceResult]:
-        plan = self.scheduler.schedule()
-        if not plan:
-            return
-        logits, wanted = self._forward(plan)
+    def step(self) -> list[SequenceUpdate]:
+        """One forward pass over the next tokens of what is in flight; what it drew and what came to an end.
+
+        Nothing happens while idle. Raises EngineError where the engine is closed, a rank failed, or the accounts do
+        not add up (checked whenever nothing is left in flight).
+        """
+        self._check_open()
+        updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
+        self._ended.clear()
+        scheduled = [replica.scheduler.schedule() for replica in self.replicas]
+        if any(scheduled):
+            updates.extend(self._compute(scheduled))
+        if not self.busy:
+            self.check_integrity()
+        return updates
+
+    def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
+        step = StepPlan(
+            number=self._counts["steps"],
+            replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
+            micro_batches=self.options.micro_batches if self.layout.pp > 1 else 1,
+        )
+        answers = self.executor.step(step)
         self._counts["steps"] += 1
-        self._counts["rows"] += sum(count for _, count in plan)
-        self._counts["largest_batch"] = max(self._counts["largest_batch"], len(plan))
-        tapped = self._taps.take() if self._taps is not None else {}
+        for dp, items in enumerate(scheduled):
+            if items:
+                yield from self._advance_replica(step, answers, dp, items)
+
+    def _advance_replica(
+        self, step: StepPlan, answers: list[RankAnswer], dp: int, items: list[tuple[Sequence, int]]
+    ) -> Iterator[SequenceUpdate]:
+        logits, taps = self._assembler.replica(step, answers, dp)
+        taps = {site: rows for site, rows in taps.items() if site in self._wanted}
+        self._counts["rows"] += sum(count for _, count in items)
+        self._counts["largest_batch"] = max(self._counts["largest_batch"], len(items))
         row, head = 0, 0
-        for (sequence, count), rows in zip(plan, wanted, strict=True):
-            own = logits[head : head + len(rows)]
-            self._keep(sequence, own, tapped, row, count)
-            row, head = row + count, head + len(rows)
-            sequence.computed += count
-            self._advance(sequence, own)
+        for (sequence, count), plan in zip(items, step.replicas[dp], strict=True):
+            own = logits[head : head + plan.last - plan.head]
+            self._keep(sequence, own, taps, row, count)
+            row, head = row + count, head + len(own)
+            sequence.advance(count)
+            drawn = self._advance(sequence, own)
             if sequence.finish:
-                self.scheduler.finish(sequence)
-                yield self._result(sequence)
+                self.replicas[dp].scheduler.finish(sequence)
+                yield SequenceUpdate(sequence.request.id, drawn, self._result(sequence))
+            elif drawn:
+                yield SequenceUpdate(sequence.request.id, drawn)
 
     def _keep(
         self, sequence: Sequence, logits: torch.Tensor, tapped: dict[str, torch.Tensor], row: int, count: int
     ) -> None:
-        skip = max(0, sequence.request.first_row - sequence.computed)
+        # Rows that were handed out before a preemption are not handed out again.
+        skip = max(0, max(sequence.request.first_row, sequence.reached) - sequence.computed)
         if sequence.request.want_logits:
             sequence.logits.append(logits if skip < count else logits[:0])
         for name, rows in tapped.items():
             if skip < count:
                 sequence.taps.setdefault(name, []).append(rows[row + skip : row + count].clone())
 
-    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _advance(self, sequence: Sequence, logits: torch.Tensor) -> tuple[int, ...]:
         """Draw the next token where all known ones are computed; decide whether the sequence is finished."""
         request = sequence.request
         if sequence.computed < len(sequence.known):
-            return
+            return ()
         if sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
-            return
+            return ()
         last = logits[-1]
         if not bool(torch.isfinite(last).all()):
             sequence.finish = "error"
             sequence.error = f"logits after token {sequence.computed - 1} are not finite"
             self._counts["errors"] += 1
-            return
+            return ()
         token = self.kernels_registry.ops.sample(
             last,
             temperature=request.temperature,
@@ -214,12 +300,13 @@ class Engine:
             sequence.finish = "stop"
         elif sequence.generated >= request.max_new_tokens:
             sequence.finish = "length"
+        return (token,)
 
     def _result(self, sequence: Sequence) -> SequenceResult:
-        seconds = time.perf_counter() - sequence.started
+        seconds = time.perf_counter() - sequence.started if sequence.started else 0.0
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
-        kept = _joined(sequence.logits) if sequence.request.want_logits else None
+        kept = _joined(sequence.logits) if sequence.logits else None
         return SequenceResult(
             id=sequence.request.id,
             tokens=tuple(sequence.known[len(sequence.request.prompt) :]),
@@ -228,30 +315,59 @@ class Engine:
             taps={name: _joined(parts) for name, parts in sequence.taps.items()},
             cached_tokens=sequence.cached,
             seconds=seconds,
+            preemptions=sequence.preemptions,
+            drift=tuple(str(drift) for drift in self.drifts[self._seen :]),
         )
 
     def stats(self) -> dict[str, float]:
-        """Counters since open, and the state of the KV pool."""
+        """Counters since open, and the state of the KV pools."""
         found: dict[str, float] = dict(self._counts)
-        found["running"] = len(self.scheduler.running)
-        found["waiting"] = len(self.scheduler.waiting)
-        found["kv_blocks"] = self.pool.blocks
-        found["kv_blocks_available"] = self.pool.available
-        found["kv_bytes"] = self.cache.nbytes
-        if self.prefix is not None:
-            found["prefix_hit_tokens"] = self.prefix.hits
-            found["prefix_query_tokens"] = self.prefix.queries
+        found["running"] = sum(len(replica.scheduler.running) for replica in self.replicas)
+        found["waiting"] = sum(len(replica.scheduler.waiting) for replica in self.replicas)
+        for name in self.scheduler.counts:
+            each = [replica.scheduler.counts[name] for replica in self.replicas]
+            found[name] = max(each) if name == "largest_queue" else sum(each)
+        found["kv_blocks"] = sum(replica.pool.blocks for replica in self.replicas)
+        found["kv_blocks_available"] = sum(replica.pool.available for replica in self.replicas)
+        found["kv_blocks_peak"] = sum(replica.pool.peak for replica in self.replicas)
+        ranks = self.memory()
+        found["weight_bytes"] = sum(rank.weights for rank in ranks)
+        found["kv_bytes"] = sum(rank.kv for rank in ranks)
+        if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
+            found["temporary_bytes"] = temporary
+        found["drifts"] = len(self.drifts)
+        caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
+        if caches:
+            found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
+            found["prefix_query_tokens"] = sum(cache.queries for cache in caches)
         return found
 
+    @property
+    def drifts(self) -> list[Drift]:
+        """Copies on several ranks that were not equal, in the order in which they were seen."""
+        return self._assembler.drifts
+
+    def memory(self) -> list[RankMemory]:
+        """Bytes of each rank by class; `adapt_engine.runtime.memory` says what is counted."""
+        return self.executor.memory()
+
+    def traffic(self) -> list[dict[tuple[str, str], Traffic]]:
+        """For each rank, (op, axis of the group) -> calls, bytes sent and seconds since open."""
+        return self.executor.traffic()
+
     def check_integrity(self) -> None:
-        """Invariants of scheduler, pool and prefix cache; also checked whenever a run ends. Raises EngineError."""
-        self.scheduler.check_integrity()
+        """Invariants of schedulers, pools and prefix caches; also checked whenever nothing is left in flight.
+
+        Raises EngineError.
+        """
+        for replica in self.replicas:
+            replica.scheduler.check_integrity()
 
     def close(self) -> None:
-        """Release weights and cache. Safe to call twice."""
-        self.scheduler.drop_all()
-        self._transformer = None
-        self.cache.release()
+        """Release weights and caches. Safe to call twice."""
+        self.drop_all()
+        self._open = False
+        self.executor.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -264,14 +380,18 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check_memory(spec: ModelSpec, tokens: int, element: int) -> None:
-    """Refuse a KV cache that this machine cannot hold, before anything is allocated."""
-    if not hasattr(os, "sysconf"):
-        return
-    needed = sum(group.bytes_per_token(element) for group in groups_of(spec)) * tokens
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        raise EngineError(
-            f"option kv_tokens: {tokens} slots need {needed} bytes, this machine has {present}; "
-            "lower kv_tokens or max_context"
-        )
+def _together(reports: list[LoadReport]) -> LoadReport:
+    """What all ranks loaded, as one report; ranks of one process load one after the other."""
+    if len(reports) == 1:
+        return reports[0]
+    seconds, size = sum(one.seconds for one in reports), sum(one.bytes for one in reports)
+    return LoadReport(
+        seconds=seconds,
+        bytes=size,
+        bytes_per_second=size / seconds if seconds > 0 else 0.0,
+        read=frozenset().union(*(one.read for one in reports)),
+        files=max(one.files for one in reports),
+        warnings=tuple(dict.fromkeys(warning for one in reports for warning in one.warnings)),
+        largest=max(one.largest for one in reports),
+        io_share=sum(one.io_share * one.seconds for one in reports) / seconds if seconds > 0 else 0.0,
+    )

@@ -10,13 +10,17 @@ import torch
 
 from ..errors import EngineError
 
-__all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult"]
+__all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult", "SequenceUpdate"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _natural(value: object) -> bool:
@@ -41,8 +45,15 @@ class EngineOptions:
     """Token slots of a KV block."""
     prefill_chunk: int = 0
     """Most prompt tokens of one sequence in a step; 0 takes a prompt in one step."""
+    step_tokens: int = 0
+    """Most tokens of all sequences in a step; 0 derives max(max_context, 2048). Longer prompts are cut to fit."""
     max_batch: int = 32
-    """Sequences in flight together."""
+    """Sequences that run together."""
+    max_waiting: int = 0
+    """Requests that may wait for their turn at each dp replica; more are refused. 0 sets no limit."""
+    preemption: bool = True
+    """Take KV blocks as tokens are computed, and take them from the youngest sequence when none is left (its tokens
+    are computed again later). Off: reserve the longest possible length at admission."""
     prefix_cache: bool = False
     """Reuse the KV blocks of equal prompt beginnings."""
     mode: str = "fast"
@@ -53,8 +64,18 @@ class EngineOptions:
     """Use the C++ kernels where they are built and the CPU can run them."""
     seed: int = 0
     """Added to each request's own sampling seed."""
+    memory_limit: int = 0
+    """Most bytes that weights and KV cache of one rank may take; opening is refused beyond it. 0 sets no limit."""
+    measure_memory: bool = False
+    """Count the tensors of each step, for the temporary memory in `Engine.memory`; slows it down."""
     taps: tuple[str, ...] = ()
     """Shell patterns of site names to record (``layer.*.attn.out``)."""
+    layout: str = "single"
+    """Ranks and what they share, as `adapt_engine.layout` writes it (``tp2.pp2``)."""
+    micro_batches: int = 1
+    """Parts into which pipeline stages cut the sequences of a step."""
+    placement: tuple[int, ...] = ()
+    """ep rank of each expert; () divides them in runs."""
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
@@ -64,8 +85,12 @@ class EngineOptions:
             ("kv_tokens", 0),
             ("page_size", 1),
             ("prefill_chunk", 0),
+            ("step_tokens", 0),
             ("max_batch", 1),
+            ("max_waiting", 0),
             ("threads", 0),
+            ("memory_limit", 0),
+            ("micro_batches", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -75,6 +100,11 @@ class EngineOptions:
     def cache_tokens(self) -> int:
         """Token slots of the KV cache, derived where kv_tokens is 0."""
         return self.kv_tokens or max(self.max_context, min(self.max_batch * self.max_context, 32768))
+
+    @property
+    def step_budget(self) -> int:
+        """Most tokens of a step, derived where step_tokens is 0."""
+        return self.step_tokens or max(self.max_context, 2048)
 
 
 @dataclass(frozen=True)
@@ -100,6 +130,8 @@ class SequenceRequest:
 
     def problem(self, vocab: int, options: EngineOptions) -> str | None:
         """Why this request cannot be served, or None."""
+        if not _text(self.id):
+            return f"id is {self.id!r}: must be text"
         if not isinstance(self.prompt, Sized) or not self.prompt:
             return "prompt is empty: at least one token is needed"
         for place, token in enumerate(self.prompt):
@@ -125,20 +157,39 @@ class SequenceRequest:
 
 @dataclass
 class SequenceResult:
-    """What one request gave. Row i of logits and taps belongs to token ``first_row + i``."""
+    """What one request gave. Row i of logits and taps belongs to token ``first_row + i``.
+
+    After an abort ``tokens``, ``logits`` and ``taps`` hold what was there by then.
+    """
 
     id: str
     tokens: tuple[int, ...] = ()
     """Generated ids."""
     finish: str = "length"
-    """length, stop or error."""
+    """length, stop, abort or error."""
     error: str | None = None
     """Set when the request was refused or failed; then nothing else is."""
     logits: torch.Tensor | None = None
-    """float32 [rows, V]: row i predicts what follows token i; one row for every token that was fed."""
+    """float32 [rows, V]: row i predicts what follows token i; one row for every token that was fed. None where not
+    wanted, or where an abort came before the first row."""
     taps: dict[str, torch.Tensor] = field(default_factory=dict)
     """Site name -> [rows, ...], float32 (int64 for expert ids)."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     seconds: float = 0.0
-    """Wall time from admission to completion."""
+    """Wall time from the first admission to completion; 0 where it was never admitted."""
+    preemptions: int = 0
+    """How often it had to give its blocks back and was computed again."""
+    drift: tuple[str, ...] = ()
+    """Copies on several ranks that should have been equal and were not, seen while this run went on."""
+
+
+@dataclass(frozen=True)
+class SequenceUpdate:
+    """What one step did for one request that drew a token or came to its end."""
+
+    id: str
+    tokens: tuple[int, ...] = ()
+    """Tokens drawn in this step; over all updates of a request these are ``result.tokens``."""
+    result: SequenceResult | None = None
+    """Set in the last update of a request."""

@@ -17,11 +17,15 @@ class TapRecorder:
         self.wanted = frozenset(
             site for site in sites if any(fnmatch.fnmatchcase(site, pattern) for pattern in patterns)
         )
+        # Where experts are on other ranks, their rows find their places again by the expert ids.
+        self._kept = self.wanted | {
+            f"{site.partition('.experts.')[0]}.router.ids" for site in self.wanted if ".moe.experts." in site
+        }
         self.rows: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, value: torch.Tensor) -> None:
-        """Keep ``value`` [T, ...] of site ``name`` where it is wanted."""
-        if name in self.wanted:
+        """Keep ``value`` [T, ...] of site ``name`` where it, or one that needs it, is wanted."""
+        if name in self._kept:
             self.rows[name] = value if value.dtype == torch.int64 else value.float()
 
     def layer(self, index: int) -> LayerTap:

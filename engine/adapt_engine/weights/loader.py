@@ -1,7 +1,8 @@
-"""Loads a checkpoint into parameters and audits the load.
+"""Loads what one rank holds of a checkpoint into parameters and audits the load.
 
-Every expected parameter is written exactly once, from the tensor and file that the index names; every
-stored tensor is consumed or has a stated reason not to be; shapes, dtypes and values are checked.
+Every part of a parameter that the rank holds is written exactly once, from the tensor and file that the index
+names, and nothing else is read of that file; every stored tensor belongs to a parameter or has a stated reason not
+to; shapes, dtypes and values are checked.
 
 `Loader.read` and `Loader.assign` are the seams that loading faults wrap from outside.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ import torch
 
 from ..config import ModelSpec
 from ..errors import CheckpointError
-from .index import TensorEntry, WeightIndex
+from .index import DTYPE_BYTES, TensorEntry, WeightIndex
 from .parameters import ParameterSpec, ShardSlice, expected_parameters, ignored_source
+from .shards import Piece
 
 __all__ = ["LoadReport", "Loader"]
 
@@ -40,7 +42,8 @@ class LoadReport:
     seconds: float
     bytes: int
     bytes_per_second: float
-    tensors: int
+    read: frozenset[str]
+    """Names of the tensors of which something was read."""
     files: int
     warnings: tuple[str, ...] = ()
     largest: float = 0.0
@@ -48,23 +51,41 @@ class LoadReport:
     io_share: float = 0.0
     """Part of the workers' time that went into bringing file pages into memory; the rest checks and converts."""
 
+    @property
+    def tensors(self) -> int:
+        """How many tensors were read."""
+        return len(self.read)
+
 
 class Loader:
-    """One load of one checkpoint. ``parameters`` (buffer name -> tensor) is complete once `load` returns.
+    """One load of one checkpoint. ``parameters`` (buffer name -> tensor) is complete once `load` returns, and
+    ``placed`` (parameter name -> part) says what was written.
 
+    ``pieces`` is what this rank holds (`adapt_engine.weights.shards.ShardPlan.pieces`); None is the whole model.
     Raises CheckpointError naming file and tensor for everything that does not fit.
     """
 
-    def __init__(self, index: WeightIndex, spec: ModelSpec, dtype: torch.dtype, workers: int = 4) -> None:
+    def __init__(
+        self,
+        index: WeightIndex,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        workers: int = 4,
+        pieces: Iterable[Piece] | None = None,
+    ) -> None:
         self.index = index
         self.spec = spec
         self.dtype = dtype
         self.workers = workers
         self.parameters: dict[str, torch.Tensor] = {}
-        self._wanted = {parameter.name: parameter for parameter in expected_parameters(spec)}
+        self.placed: dict[str, ShardSlice] = {}
+        if pieces is None:
+            pieces = (
+                Piece(one, ShardSlice.whole(one.shape), one.expert, one.experts) for one in expected_parameters(spec)
+            )
+        self._pieces = {piece.parameter.name: piece for piece in pieces}
         self._maps: dict[Path, mmap.mmap] = {}
         self._read: set[str] = set()
-        self._written: set[str] = set()
         self._largest = 0.0
         self._io_seconds = 0.0
         self._busy_seconds = 0.0
@@ -81,18 +102,18 @@ class Loader:
                 # Private copy-on-write mapping: torch wants writable memory, the file stays untouched.
                 self._maps[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         with ThreadPoolExecutor(max_workers=self.workers) as pool:
-            for done in [pool.submit(self._transfer, parameter) for parameter in self._wanted.values()]:
+            for done in [pool.submit(self._transfer, piece) for piece in self._pieces.values()]:
                 done.result()
         self._check_tied(warnings)
         self._audit()
         self._maps.clear()
         seconds = time.perf_counter() - start
-        size = sum(self.index.entries[name].nbytes for name in self._read)
+        size = sum(self._bytes_read())
         return LoadReport(
             seconds=seconds,
             bytes=size,
             bytes_per_second=size / seconds if seconds > 0 else 0.0,
-            tensors=len(self._read),
+            read=frozenset(self._read),
             files=len(self.index.files),
             warnings=tuple(warnings),
             largest=self._largest,
@@ -116,48 +137,69 @@ class Loader:
         return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def assign(self, parameter: str, tensor: torch.Tensor) -> None:
-        """Write ``tensor`` into the named parameter: checks shape, values and range, converts the dtype."""
-        wanted = self._wanted[parameter]
+        """Write ``tensor`` into the named parameter: checks shape, values and range, converts the dtype.
+
+        ``tensor`` is the whole parameter; the part that this rank holds is taken from it.
+        """
+        piece = self._pieces[parameter]
+        wanted = piece.parameter
         if tuple(tensor.shape) != wanted.shape:
             raise self._refuse(wanted, f"has shape {list(tensor.shape)}, config.json implies {list(wanted.shape)}")
-        buffer = self.parameters[wanted.buffer]
-        target = buffer if wanted.slot < 0 else buffer[wanted.slot]
-        part = ShardSlice.whole(wanted.shape)
-        low, high = (float(bound) for bound in torch.aminmax(tensor))
+        target = self.view(parameter)
+        own = tensor[piece.part.index()]
+        low, high = (float(bound) for bound in torch.aminmax(own))
         largest = max(-low, high)
         if not largest < float("inf"):
             raise self._refuse(wanted, "holds NaN or infinite values")
         if largest > torch.finfo(target.dtype).max:
             raise self._refuse(wanted, f"holds {largest:g}, beyond the range of {target.dtype}; use bf16 or fp32")
-        target.copy_(tensor[part.index()])
+        target.copy_(own)
         with self._lock:
-            if parameter in self._written:
+            if parameter in self.placed:
                 raise self._refuse(wanted, "was written twice")
-            self._written.add(parameter)
+            self.placed[parameter] = piece.part
             self._largest = max(self._largest, largest)
 
-    def _transfer(self, parameter: ParameterSpec) -> None:
+    def view(self, parameter: str) -> torch.Tensor:
+        """The part of the named parameter that this rank holds, as a view of its buffer."""
+        piece = self._pieces[parameter]
+        buffer = self.parameters[piece.parameter.buffer]
+        return buffer if piece.slot < 0 else buffer[piece.slot]
+
+    def _bytes_read(self) -> Iterator[int]:
+        """Stored bytes of every tensor's part that was read."""
+        parts = {piece.parameter.source: piece.part for piece in self._pieces.values()}
+        for name in self._read:
+            entry = self.index.entries[name]
+            if name in parts:
+                yield parts[name].numel * DTYPE_BYTES[entry.dtype]
+            else:
+                yield entry.nbytes
+
+    def _transfer(self, piece: Piece) -> None:
         start = time.perf_counter()
-        tensor = self.read(parameter.source)
+        tensor = self.read(piece.parameter.source)
         # One element of each page: waits for the disk here, so that the share of reading can be told apart.
-        tensor.reshape(-1)[:: mmap.PAGESIZE // tensor.element_size()].clone()
+        rows = tensor[piece.part.index()[:1]]
+        rows.reshape(-1)[:: mmap.PAGESIZE // tensor.element_size()].clone()
         read = time.perf_counter()
-        self.assign(parameter.name, tensor)
+        self.assign(piece.parameter.name, tensor)
         done = time.perf_counter()
         with self._lock:
             self._io_seconds += read - start
             self._busy_seconds += done - start
 
     def _allocate(self) -> None:
-        for parameter in self._wanted.values():
+        for piece in self._pieces.values():
+            parameter = piece.parameter
             if parameter.buffer not in self.parameters:
-                shape = parameter.shape if parameter.slot < 0 else (parameter.stack, *parameter.shape)
+                shape = piece.part.shape if piece.slot < 0 else (piece.stack, *piece.part.shape)
                 dtype = torch.float32 if parameter.fp32 else self.dtype
                 self.parameters[parameter.buffer] = torch.empty(shape, dtype=dtype)
 
     def _check_names(self, warnings: list[str]) -> None:
         """Refuse before allocating anything: missing, surplus, or wrongly shaped tensors."""
-        sources = {parameter.source: parameter for parameter in self._wanted.values()}
+        sources = {parameter.source: parameter for parameter in expected_parameters(self.spec)}
         for source, parameter in sources.items():
             entry = self.index.entries.get(source)
             if entry is None:
@@ -194,11 +236,11 @@ class Loader:
         warnings.append("lm_head.weight is stored although tied; it equals the embedding")
 
     def _audit(self) -> None:
-        for name, parameter in self._wanted.items():
-            if name not in self._written:
-                raise self._refuse(parameter, f"was never written to parameter {name}")
-            if parameter.source not in self._read:
-                raise self._refuse(parameter, "was never read")
+        for name, piece in self._pieces.items():
+            if name not in self.placed:
+                raise self._refuse(piece.parameter, f"was never written to parameter {name}")
+            if piece.parameter.source not in self._read:
+                raise self._refuse(piece.parameter, "was never read")
 
     def _place(self) -> str:
         return str(self.index.files[0].parent)

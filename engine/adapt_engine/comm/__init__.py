@@ -1,0 +1,13 @@
+"""Collectives between ranks: one abstract communicator, its implementations beside it.
+
+``communicator.Communicator`` is what model code calls; ``solo`` is one rank, ``virtual`` is all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from .communicator import Call, Communicator
+from .ledger import Entry, Ledger, Traffic
+from .solo import SoloCommunicator
+from .virtual import VirtualWorld
+
+__all__ = ["Call", "Communicator", "Entry", "Ledger", "SoloCommunicator", "Traffic", "VirtualWorld"]

@@ -1,0 +1,156 @@
+"""The layout of a run: six axes, their grammar, and which of them a model can take.
+
+``tp2.pp2.ep4`` names the axes in the order tp (tensor), pp (pipeline), ep (expert), sp (sequence), dp (data), etp
+(expert tensor). A missing axis is 1, except that a missing dp is the smallest one over which the expert ranks
+fold. One rank is ``single``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from .config import DenseSpec, ModelSpec, MoESpec
+from .errors import LayoutError
+
+__all__ = ["Layout", "check", "span"]
+
+_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,4})")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes; ``dp=0`` infers the smallest that fits. Raises LayoutError where experts do not fold."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sp: int = 1
+    dp: int = 0
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.dp:
+            object.__setattr__(self, "dp", self.least_dp)
+        if self.block % (self.ep * self.etp):
+            raise LayoutError(
+                f"layout {self}: ep x etp = {self.ep * self.etp} expert ranks do not fold over the "
+                f"dp x sp x tp = {self.block} ranks of a stage; use dp{self.least_dp}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read ``tp2.pp2`` or ``single``. Raises LayoutError naming what cannot be read."""
+        if text == "single":
+            return cls()
+        axes = [field.name for field in fields(cls)]
+        sizes: dict[str, int] = {}
+        for part in text.split("."):
+            found = _PART.fullmatch(part)
+            if found is None or found[1] in sizes or any(axes.index(name) > axes.index(found[1]) for name in sizes):
+                order = ", ".join(axes)
+                raise LayoutError(
+                    f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size; "
+                    "write for example tp2.ep4"
+                )
+            sizes[found[1]] = int(found[2])
+        return cls(**sizes)
+
+    @property
+    def least_dp(self) -> int:
+        """The smallest dp over which the expert ranks fold."""
+        return self.ep * self.etp // math.gcd(self.ep * self.etp, self.tp * self.sp)
+
+    @property
+    def block(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.sp * self.tp
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.block
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert shard within a stage."""
+        return self.block // (self.ep * self.etp)
+
+    def __str__(self) -> str:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.dp == self.least_dp:
+            del sizes["dp"]
+        shown = [f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis == "dp"]
+        return ".".join(shown) or "single"
+
+
+def span(length: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part ``index`` of ``length`` things in ``parts`` runs, the first ones one longer."""
+    size, longer = divmod(length, parts)
+    start = index * size + min(index, longer)
+    return start, start + size + (index < longer)
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises LayoutError where a model cannot be laid out so; the message names the nearest layouts that can.
+
+    Query heads divide by tp. KV heads divide by tp, or tp divides by them and each is held whole by several ranks,
+    so that a query head always finds its own beside it. Layers, experts, feed-forward and vocabulary rows may be
+    uneven, but no rank goes without.
+    """
+    broken = next(_broken(spec, layout), None)
+    if broken is None:
+        return
+    axis, rule = broken
+    near = [str(other) for other in _neighbours(layout, axis, _largest(spec)) if not any(_broken(spec, other))]
+    size = getattr(layout, axis)
+    below = [name for name in near if getattr(Layout.parse(name), axis) < size][:1]
+    above = [name for name in near if getattr(Layout.parse(name), axis) > size][:1]
+    raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(below + above) or 'single'}")
+
+
+def _largest(spec: ModelSpec) -> int:
+    experts = [layer.ffn.experts for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    return max(len(spec.layers), *(layer.attention.heads for layer in spec.layers), *experts, 1)
+
+
+def _neighbours(layout: Layout, axis: str, limit: int) -> Iterator[Layout]:
+    """The same layout with other sizes of one axis, from near to far; an inferred dp is inferred again."""
+    dp = 0 if layout.dp == layout.least_dp else layout.dp
+    size = getattr(layout, axis)
+    for distance in range(1, max(size, limit) + 1):
+        for other in (size - distance, size + distance):
+            if 0 < other <= max(size, limit):
+                try:
+                    yield replace(layout, **{"dp": dp, axis: other})
+                except LayoutError:
+                    continue
+
+
+def _broken(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+    """(axis, rule) of everything that does not fit."""
+    if layout.pp > len(spec.layers):
+        yield "pp", f"{len(spec.layers)} layers cannot fill {layout.pp} stages"
+    if layout.tp > spec.vocab:
+        yield "tp", f"{spec.vocab} vocabulary rows cannot fill {layout.tp} ranks"
+    for layer in spec.layers:
+        attention, ffn = layer.attention, layer.ffn
+        if attention.heads % layout.tp:
+            yield "tp", f"{attention.heads} query heads do not divide by {layout.tp}"
+        kv = attention.kv_heads
+        if attention.kind != "mla" and kv % layout.tp and layout.tp % kv:
+            yield "tp", f"{kv} KV heads neither divide by {layout.tp} nor are held whole by equally many ranks"
+        dense = ffn.inter if isinstance(ffn, DenseSpec) else ffn.shared_inter
+        if 0 < dense < layout.tp:
+            yield "tp", f"{dense} feed-forward rows cannot fill {layout.tp} ranks"
+        if isinstance(ffn, MoESpec):
+            if ffn.experts < layout.ep:
+                yield "ep", f"{ffn.experts} experts cannot fill {layout.ep} ranks"
+            if ffn.inter < layout.etp:
+                yield "etp", f"{ffn.inter} rows of an expert cannot fill {layout.etp} ranks"
+    if not any(isinstance(layer.ffn, MoESpec) for layer in spec.layers):
+        for axis in ("ep", "etp"):
+            if getattr(layout, axis) > 1:
+                yield axis, "a dense model has no experts to spread"

@@ -1,0 +1,133 @@
+"""One rank: its part of the weights, its part of the cache, and the step that it computes with the others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from ..comm import Communicator
+from ..errors import EngineError
+from ..kernels import KernelRegistry, native, reference
+from ..kv.cache import PagedCache
+from ..model.parallel import Parallel
+from ..model.step import Rows, Span, Step
+from ..model.transformer import Transformer
+from ..weights.index import WeightIndex
+from ..weights.loader import Loader, LoadReport
+from ..weights.parameters import ShardSlice
+from ..weights.shards import ShardPlan
+from .memory import RankMemory, StepMeter, storage_bytes
+from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pack
+from .requests import DTYPES, EngineOptions
+from .taps import TapRecorder
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """One rank of a layout. `step` must be called on all ranks of the communicator's world together."""
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        options: EngineOptions,
+        comm: Communicator,
+        loader: Loader,
+        report: LoadReport,
+        kernels: KernelRegistry,
+    ) -> None:
+        self.plan = plan
+        self.options = options
+        self.comm = comm
+        self.report = report
+        self.kernels = kernels
+        self.parallel = Parallel(plan, comm)
+        self.placed: dict[str, ShardSlice] = loader.placed
+        spec = plan.local_spec(comm.rank)
+        layers = plan.layers(self.parallel.place.pp)
+        sp = self.parallel.sp.size
+        blocks = -(-options.cache_tokens // options.page_size)
+        self.cache = PagedCache(spec, kernels.dtype, -(-blocks // sp), options.page_size, layers.start)
+        self.transformer = Transformer(spec, loader.parameters, kernels, layers.start)
+        recorder = TapRecorder(plan.spec.sites(), options.taps)
+        self._taps = recorder if recorder.wanted else None
+        known = [*loader.parameters.values(), *self.cache.tensors()]
+        self._meter = StepMeter(known) if options.measure_memory else None
+
+    @classmethod
+    def open(cls, directory: str | Path, plan: ShardPlan, options: EngineOptions, comm: Communicator) -> Worker:
+        """Load this rank's part of a checkpoint. Raises CheckpointError or EngineError as `Engine.open` does."""
+        offers = reference.offers() + (native.offers() if options.native else [])
+        kernels = KernelRegistry(offers, DTYPES[options.precision], options.mode)
+        loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
+        report = loader.load()
+        return cls(plan, options, comm, loader, report, kernels)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> RankAnswer:
+        """Compute this rank's part of every micro-batch."""
+        self.comm.ledger.step = plan.number
+        answers = []
+        with self._meter or nullcontext():
+            for index in range(plan.micro_batches):
+                step = self._build(plan.batch(self.parallel.place.dp, index))
+                logits = self.transformer.forward(step)
+                answers.append(Answer(logits, self._taps.take() if self._taps is not None else {}))
+        return RankAnswer(answers)
+
+    def _build(self, sequences: BatchPlan) -> Step:
+        packed = pack(sequences)
+        sp, place = self.parallel.sp.size, self.parallel.place.sp
+        ids, positions, slots, head = packed.ids, packed.positions, packed.slots, packed.head
+        owned: tuple[torch.Tensor, ...] = ()
+        if sp > 1:
+            owners = owners_of(positions, self.options.page_size, sp)
+            owned = tuple((owners == rank).nonzero().flatten() for rank in range(sp))
+            own = owned[place]
+            ids, positions, head = ids[own], positions[own], head[own]
+            slots = self._local(slots[own], positions)
+        return Step(
+            ops=self.kernels.ops,
+            cache=self.cache,
+            parallel=self.parallel,
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            rows=Rows(packed.positions, owned),
+            spans=tuple(self._spans(sequences, packed)),
+            head_rows=head.nonzero().flatten(),
+            record=self._taps,
+        )
+
+    def _spans(self, sequences: BatchPlan, packed: Batch) -> list[Span]:
+        sp, place = self.parallel.sp.size, self.parallel.place.sp
+        found = []
+        for start, sequence in zip(packed.starts, sequences, strict=True):
+            positions, slots = torch.arange(sequence.last), sequence.slots
+            if sp > 1:
+                positions = positions[owners_of(positions, self.options.page_size, sp) == place]
+                slots = self._local(slots[positions], positions)
+            stop = start + sequence.last - sequence.first
+            found.append(Span(start, stop, slots, positions, sequence.last))
+        return found
+
+    def _local(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of this rank's own cache: of each run of sp blocks of the pool it keeps one."""
+        size, sp = self.options.page_size, self.parallel.sp.size
+        blocks = slots // size
+        if not torch.equal(blocks % sp, owners_of(positions, size, sp)):
+            raise EngineError("a page lies in a block of another rank: allocate blocks by page number")
+        return blocks // sp * size + slots % size
+
+    def memory(self) -> RankMemory:
+        """Bytes of the rank's tensors."""
+        weights = storage_bytes(self.transformer.parameters.values())
+        temporary = None if self._meter is None else self._meter.peak
+        return RankMemory(self.comm.rank, self.comm.name, weights, storage_bytes(self.cache.tensors()), temporary)
+
+    def close(self) -> None:
+        """Give weights and cache back; no step may follow."""
+        self.transformer.release()
+        self.cache.release()
