@@ -233,7 +233,7 @@ class Engine:
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
-            micro_batches=self.options.micro_batches if self.layout.pp > 1 else 1,
+            micro_batches=(self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1,
         )
         answers = self.executor.step(step)
         self._counts["steps"] += 1
