@@ -12,6 +12,10 @@ def test_predictions_match_the_reference(target, model, layout, precision, refer
     for name, tokens in prompts.items():
         judge.prompt_tokens(name, answers[name], tokens)
         judge.against_record(name, answers[name], reference.record(name, tokens))
+    found = target.stats()
+    if "comm_share" in found:
+        share, detail = found["comm_share"], f"{found['comm_bytes']:.0f} bytes in {found['comm_calls']:.0f} calls"
+        judge.promise("communication", 0 <= share < 1, detail, value=share, budget=1.0)
 
 
 @pytest.mark.requirement(34, 35, 36, 37, 38, 39, 54, 116)

@@ -336,6 +336,10 @@ class Engine:
         if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
             found["temporary_bytes"] = temporary
         found["drifts"] = len(self.drifts)
+        sums = [sums for rank in self.traffic() for sums in rank.values()]
+        found["comm_calls"] = sum(one.calls for one in sums)
+        found["comm_bytes"] = sum(one.sent for one in sums)
+        found["comm_share"] = self.executor.bubble()
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
