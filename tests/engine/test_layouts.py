@@ -209,7 +209,7 @@ def test_calls_and_bytes_equal_the_analytic_prediction(
 
         engine.executor.step = recorded  # type: ignore[method-assign]
         found = answers(engine)
-        measured = engine.traffic()
+        measured, share = engine.traffic(), engine.stats()["comm_share"]
         expected: list[dict[tuple[str, str], Traffic]] = [{} for _ in measured]
         element = DTYPES[precision].itemsize
         for plan, routing in zip(plans, routing_of(engine, plans, found), strict=True):
@@ -222,6 +222,7 @@ def test_calls_and_bytes_equal_the_analytic_prediction(
             key: (sums.calls, sums.sent) for key, sums in theirs.items()
         }, rank
     assert (sum(sums.sent for rank in measured for sums in rank.values()) > 0) == (layout not in ("dp2", "dp3"))
+    assert (0 < share < 1) == (layout not in ("dp2", "dp3"))
 
 
 @pytest.mark.requirement(23)

@@ -339,7 +339,8 @@ class Engine:
         sums = [sums for rank in self.traffic() for sums in rank.values()]
         found["comm_calls"] = sum(one.calls for one in sums)
         found["comm_bytes"] = sum(one.sent for one in sums)
-        found["comm_share"] = self.executor.bubble()
+        total = self.executor.seconds()
+        found["comm_share"] = sum(one.seconds for one in sums) / total if total > 0 else 0.0
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
