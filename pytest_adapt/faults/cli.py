@@ -61,7 +61,7 @@ def _prove(fault: Fault, precision: str) -> bool | None:
     cases = _run(fault, precision)
     red = [case for case in cases if case["status"] == "fail"]
     sites = [case["divergence"]["site"] for case in red if case["divergence"]]
-    right = any(layer_of(site) == (fault.layer, fault.site) for site in sites)
+    right = any(layer_of(site) == (fault.layer, fault.site) for site in sites) if fault.site else bool(red)
     verdict = f"{len(red)} of {len(cases)}" if cases else "nothing ran"
     named = sites[0] if sites else "-"
     print(_ROW.format(id=fault.id, precision=precision, verdict=verdict, named=named, title=fault.title), flush=True)
@@ -74,7 +74,7 @@ def _run(fault: Fault, precision: str) -> list[dict[str, Any]]:
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--adapt-target=builtin"),
             *(f"--adapt-inject={fault.id}", f"--adapt-models={fault.models[0]}", f"--adapt-precisions={precision}"),
-            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and sites"),
+            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and {fault.test}"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         report = Path(folder) / "report.json"

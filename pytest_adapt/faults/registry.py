@@ -47,7 +47,7 @@ class Fault:
 
     ``models`` are conformance models on which the fault is in contract and not equivalent to the original;
     ``site`` is where the first divergence belongs (without its layer), ``layer`` the first layer that shows it on
-    the first of those models.
+    the first of those models; "" for a fault of no single value, such as a lost block.
     """
 
     id: str
@@ -62,6 +62,8 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
+    test: str = "sites"
+    """Part of the names of the suite's items that must turn red."""
 
     @property
     def kind(self) -> str:
@@ -71,9 +73,10 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, norms, precision, rotary, routing, weights
+    from pytest_adapt.faults import attention, norms, precision, rotary, routing, scheduling, weights
 
-    entries = [fault for module in (attention, norms, precision, rotary, routing, weights) for fault in module.FAULTS]
+    modules = (attention, norms, precision, rotary, routing, scheduling, weights)
+    entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
         raise ValueError("two faults share an id")

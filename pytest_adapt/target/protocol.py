@@ -183,9 +183,10 @@ class Target(Protocol):
         """Release everything: memory, processes, ports. Safe to call twice and after a failed open."""
         ...
 
-    # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, the largest number of bytes held since
-    # the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int]; detokenize(ids) -> str;
-    # stats() -> Mapping[str, float]; control(name, **arguments); run_op(op, arrays, attributes).
+    # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, the largest number of bytes held
+    # since the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int];
+    # detokenize(ids) -> str; stats() -> Mapping[str, float]; control(name, **arguments);
+    # run_op(op, arrays, attributes).
     # control("abort", id=...) ends one request of the run in progress, from any thread: it is answered with finish
     # "abort", the tokens it has by then, no rows and no error. An id that is not in flight is ignored.
     # Optional class attributes, read before open: defaults() -> TargetDefaults-like mapping (see registry).
