@@ -74,6 +74,7 @@ def _run(fault: Fault, precision: str) -> list[dict[str, Any]]:
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--adapt-target=builtin"),
             *(f"--adapt-inject={fault.id}", f"--adapt-models={fault.models[0]}", f"--adapt-precisions={precision}"),
+            f"--adapt-layouts={fault.layout}",
             *(f"--adapt-report={folder}", "-k", f"{fault.suite} and {fault.test}"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -36,6 +36,10 @@ class Seams(Protocol):
         """The layer being computed at this moment; None outside the layers."""
         ...
 
+    def rank(self) -> int:
+        """The rank that computes at this moment."""
+        ...
+
 
 class UnknownFault(ValueError):
     """No fault has this id; the message lists those that exist."""
@@ -64,6 +68,8 @@ class Fault:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     test: str = "sites"
     """Part of the names of the suite's items that must turn red."""
+    layout: str = "single"
+    """Ranks on which it shows."""
 
     @property
     def kind(self) -> str:
@@ -73,9 +79,9 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, norms, precision, rotary, routing, scheduling, weights
+    from pytest_adapt.faults import attention, layouts, norms, precision, rotary, routing, scheduling, weights
 
-    modules = (attention, norms, precision, rotary, routing, scheduling, weights)
+    modules = (attention, layouts, norms, precision, rotary, routing, scheduling, weights)
     entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
