@@ -123,12 +123,13 @@ def budget(structure: Structure, layout: Layout, load: Load) -> Budget:
     layers, kv = [held_by[kind] for kind in structure.kinds], [kv_by[kind] for kind in structure.kinds]
     outer = {part.name: _held(part, structure, layout) for part in outer_parts(structure)}
     table = outer.get("embedding", outer.get("embedding = head", 0))
-    last = sum(outer.values()) - outer.get("embedding", 0)
+    last = sum(outer.values()) - table
     worst_weights = worst_kv = worst = -1.0
     for first, stop in _stages(len(layers), layout.pp):
         held = float(sum(layers[first:stop]))
         held += table if first == 0 else 0
-        held += last if stop == len(layers) and not (structure.tied and first == 0) else 0
+        held += last if stop == len(layers) else 0
+        held += table if stop == len(layers) and structure.tied and first > 0 else 0
         weights, cache = held * BITS[load.precision] / 8, sum(kv[first:stop])
         if weights + cache > worst:
             worst, worst_weights, worst_kv = weights + cache, weights, cache

@@ -102,6 +102,9 @@ def test_generated_tokens_are_found_by_the_next_turn(opened: Any, prompt: tuple[
     first = answer(engine, prompt[:20], max_new_tokens=30)
     turn = (*prompt[:20], *first.tokens, 5, 6)
     assert answer(engine, turn).cached_tokens == 48
+    # The last token drawn was never computed: a page that it completes is not there.
+    second = answer(engine, prompt[20:40], max_new_tokens=28)
+    assert answer(engine, (*prompt[20:40], *second.tokens, 5)).cached_tokens == 32
 
 
 @pytest.mark.requirement(69)

@@ -236,6 +236,21 @@ def test_prefix_depends_on_everything_before_a_page() -> None:
     assert prefix.lookup((12, 3, 4)) == []
     assert prefix.lookup((1, 23, 3, 4)) == []
     pool.check_integrity([table, table, other, other[:1]])
+    assert prefix.digests((1, 2, 3)) == prefix.digests((1, 2)) and prefix.digests((1,)) == []
+
+
+def test_an_evicted_page_is_not_found() -> None:
+    pool = BlockPool(2)
+    prefix = PrefixCache(pool, 2)
+    table = [pool.allocate()]
+    prefix.insert((1, 2), table)
+    pool.free(table[0])
+    assert prefix.lookup((1, 2)) == table
+    pool.free(table[0])
+    taken = [pool.allocate(), pool.allocate()]
+    assert prefix.lookup((1, 2)) == []
+    pool.check_integrity([taken])
+    prefix.check_integrity()
 
 
 @pytest.mark.requirement(69)

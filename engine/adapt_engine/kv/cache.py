@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..config import ModelSpec
@@ -32,10 +34,9 @@ class PagedCache:
             if planned != actual:
                 raise EngineError(f"KV group {group.kind}: planned {planned} bytes, allocated {actual}")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(part.nbytes for rows in self._rows.values() for part in rows)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The storage of every layer and component."""
+        return (part for rows in self._rows.values() for part in rows)
 
     def write(self, layer: int, slots: torch.Tensor, rows: tuple[torch.Tensor, ...]) -> None:
         """Store ``rows`` (one tensor [n, ...] per component of the layer's group) at ``slots`` int64 [n]."""

@@ -6,7 +6,6 @@ has a scheduler and a block pool of its own.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,6 @@ import torch
 from ..comm import Traffic
 from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
-from ..kv.groups import groups_of
 from ..kv.pool import BlockPool
 from ..kv.prefix import PrefixCache
 from ..layout import Layout
@@ -27,11 +25,11 @@ from ..weights.loader import LoadReport
 from ..weights.shards import ShardPlan, check_cover
 from .assemble import Assembler, Drift
 from .executor import Executor, LocalExecutor
+from .memory import RankMemory, check_memory
 from .plan import RankAnswer, SequencePlan, StepPlan
-from .requests import DTYPES, EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
+from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
-from .worker import RankMemory
 
 __all__ = ["Engine"]
 
@@ -107,7 +105,7 @@ class Engine:
         options = options or EngineOptions()
         spec = spec_from_config(read_config(directory))
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
-        _check_memory(plan, options)
+        check_memory(plan, options)
         if options.threads:
             torch.set_num_threads(options.threads)
         try:
@@ -332,7 +330,11 @@ class Engine:
         found["kv_blocks"] = sum(replica.pool.blocks for replica in self.replicas)
         found["kv_blocks_available"] = sum(replica.pool.available for replica in self.replicas)
         found["kv_blocks_peak"] = sum(replica.pool.peak for replica in self.replicas)
-        found["kv_bytes"] = sum(rank.kv for rank in self.memory())
+        ranks = self.memory()
+        found["weight_bytes"] = sum(rank.weights for rank in ranks)
+        found["kv_bytes"] = sum(rank.kv for rank in ranks)
+        if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
+            found["temporary_bytes"] = temporary
         found["drifts"] = len(self.drifts)
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
@@ -346,7 +348,7 @@ class Engine:
         return self._assembler.drifts
 
     def memory(self) -> list[RankMemory]:
-        """Bytes that each rank has allocated, by class."""
+        """Bytes of each rank by class; `adapt_engine.runtime.memory` says what is counted."""
         return self.executor.memory()
 
     def traffic(self) -> list[dict[tuple[str, str], Traffic]]:
@@ -393,23 +395,3 @@ def _together(reports: list[LoadReport]) -> LoadReport:
         largest=max(one.largest for one in reports),
         io_share=sum(one.io_share * one.seconds for one in reports) / seconds if seconds > 0 else 0.0,
     )
-
-
-def _check_memory(plan: ShardPlan, options: EngineOptions) -> None:
-    """Refuse a KV cache that this machine cannot hold, before anything is allocated."""
-    if not hasattr(os, "sysconf"):
-        return
-    tokens = -(-options.cache_tokens // options.page_size) * options.page_size
-    element = DTYPES[options.precision].itemsize
-    per_token = sum(
-        group.bytes_per_token(element)
-        for rank in range(plan.mesh.layout.world)
-        for group in groups_of(plan.local_spec(rank))
-    )
-    needed = per_token * tokens // plan.mesh.layout.sp
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        raise EngineError(
-            f"option kv_tokens: {tokens} slots need {needed} bytes, this machine has {present}; "
-            "lower kv_tokens or max_context"
-        )

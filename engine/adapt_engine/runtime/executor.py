@@ -13,9 +13,10 @@ from ..kernels import KernelRegistry
 from ..weights.loader import LoadReport
 from ..weights.parameters import ShardSlice
 from ..weights.shards import ShardPlan
+from .memory import RankMemory
 from .plan import RankAnswer, StepPlan
 from .requests import EngineOptions
-from .worker import RankMemory, Worker
+from .worker import Worker
 
 __all__ = ["Executor", "LocalExecutor"]
 

@@ -64,6 +64,10 @@ class EngineOptions:
     """Use the C++ kernels where they are built and the CPU can run them."""
     seed: int = 0
     """Added to each request's own sampling seed."""
+    memory_limit: int = 0
+    """Most bytes that weights and KV cache of one rank may take; opening is refused beyond it. 0 sets no limit."""
+    measure_memory: bool = False
+    """Count the tensors of each step, for the temporary memory in `Engine.memory`; slows it down."""
     taps: tuple[str, ...] = ()
     """Shell patterns of site names to record (``layer.*.attn.out``)."""
     layout: str = "single"
@@ -85,6 +89,7 @@ class EngineOptions:
             ("max_batch", 1),
             ("max_waiting", 0),
             ("threads", 0),
+            ("memory_limit", 0),
             ("micro_batches", 1),
         ):
             value = getattr(self, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,21 +18,12 @@ from ..weights.index import WeightIndex
 from ..weights.loader import Loader, LoadReport
 from ..weights.parameters import ShardSlice
 from ..weights.shards import ShardPlan
+from .memory import RankMemory, StepMeter, storage_bytes
 from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pack
 from .requests import DTYPES, EngineOptions
 from .taps import TapRecorder
 
-__all__ = ["RankMemory", "Worker"]
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that one rank has allocated."""
-
-    rank: int
-    name: str
-    weights: int
-    kv: int
+__all__ = ["Worker"]
 
 
 class Worker:
@@ -62,6 +53,8 @@ class Worker:
         self.transformer = Transformer(spec, loader.parameters, kernels, layers.start)
         recorder = TapRecorder(plan.spec.sites(), options.taps)
         self._taps = recorder if recorder.wanted else None
+        known = [*loader.parameters.values(), *self.cache.tensors()]
+        self._meter = StepMeter(known) if options.measure_memory else None
 
     @classmethod
     def open(cls, directory: str | Path, plan: ShardPlan, options: EngineOptions, comm: Communicator) -> Worker:
@@ -77,10 +70,11 @@ class Worker:
         """Compute this rank's part of every micro-batch."""
         self.comm.ledger.step = plan.number
         answers = []
-        for index in range(plan.micro_batches):
-            step = self._build(plan.batch(self.parallel.place.dp, index))
-            logits = self.transformer.forward(step)
-            answers.append(Answer(logits, self._taps.take() if self._taps is not None else {}))
+        with self._meter or nullcontext():
+            for index in range(plan.micro_batches):
+                step = self._build(plan.batch(self.parallel.place.dp, index))
+                logits = self.transformer.forward(step)
+                answers.append(Answer(logits, self._taps.take() if self._taps is not None else {}))
         return RankAnswer(answers)
 
     def _build(self, sequences: BatchPlan) -> Step:
@@ -129,8 +123,9 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """Bytes of the rank's tensors."""
-        weights = sum(tensor.nbytes for tensor in self.transformer.parameters.values())
-        return RankMemory(self.comm.rank, self.comm.name, weights, self.cache.nbytes)
+        weights = storage_bytes(self.transformer.parameters.values())
+        temporary = None if self._meter is None else self._meter.peak
+        return RankMemory(self.comm.rank, self.comm.name, weights, storage_bytes(self.cache.tensors()), temporary)
 
     def close(self) -> None:
         """Give weights and cache back; no step may follow."""
