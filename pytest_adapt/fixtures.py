@@ -5,7 +5,6 @@ Without --adapt-target they skip. Heavy modules are imported inside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,11 +80,9 @@ def deployment(request: pytest.FixtureRequest, model: ModelHandle, layout: Layou
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest, deployment: Deployment) -> Iterator[OpenTarget]:
+def target(request: pytest.FixtureRequest, deployment: Deployment) -> OpenTarget:
     """The target with this deployment open. The test ends here (unknown, unsupported) where that falls short."""
-    opened = _runner(request).target(request.node, deployment)
-    yield opened
-    opened.close_variants()
+    return _runner(request).target(request.node, deployment)
 
 
 @pytest.fixture

@@ -88,14 +88,9 @@ class Host:
         self.current = self._open_or_remember(deployment)
         return self.current
 
-    def separate(self, deployment: Deployment) -> Opened:
-        """A second instance beside the present one; the caller closes it with `shut`."""
-        if deployment in self._failures:
-            raise Verdict(*self._failures[deployment])
-        return self._open_or_remember(deployment)
-
     def refusal(self, deployment: Deployment) -> str | None:
-        """Why the target declines a deployment; None where it loads."""
+        """Why the target declines a deployment; None where it loads. The present one is closed first."""
+        self.close()
         try:
             opened = self._open(deployment)
         except TargetError as error:
@@ -221,14 +216,17 @@ class Host:
 
 
 class OpenTarget:
-    """The ``target`` fixture: requests in, responses out, against one opened deployment."""
+    """The ``target`` fixture: requests in, responses out, against one deployment.
 
-    def __init__(self, host: Host, deployment: Deployment, mark: Mark, *, beside: OpenTarget | None = None) -> None:
+    A platform may have room for one instance of a model, so one deployment is open at a time: asking another
+    (`with_features`, `restart`, `refusal`) closes the present one, and the next request to this one loads it again.
+    """
+
+    def __init__(self, host: Host, deployment: Deployment, mark: Mark) -> None:
         self._host = host
         self._mark = mark
-        self._beside = beside
         self._deployment = deployment
-        self._own: Opened | None = None
+        self._last: Opened | None = None
         self._variants: dict[Deployment, OpenTarget] = {}
         self.observables_used: set[str] = set()
         """Observables that were asked for."""
@@ -243,7 +241,7 @@ class OpenTarget:
 
     @property
     def info(self) -> Info:
-        return self._opened.info
+        return self._known.info
 
     @property
     def kind(self) -> str:
@@ -253,7 +251,7 @@ class OpenTarget:
     @property
     def shown(self) -> frozenset[str]:
         """Observables and features that the target declares and a probe showed."""
-        return self._opened.shown
+        return self._known.shown
 
     def supports(self, name: str, setting: int | None = None) -> bool:
         """Whether an observable or a feature (with this setting) is shown."""
@@ -327,15 +325,11 @@ class OpenTarget:
 
     def restart(self) -> None:
         """Close the deployment and open it again (a server is stopped and started)."""
-        if self._own is not None:
-            self._host.shut(self._own)
-            self._own = self._host.separate(self._deployment)
-        else:
-            self._host.acquire(self._deployment)
-            self._host.reopen()
+        self._host.acquire(self._deployment)
+        self._last = self._host.reopen()
 
     def with_features(self, **features: int) -> OpenTarget:
-        """The same deployment with other features, opened beside this one until the item ends.
+        """The same deployment with other features, opened in place of this one when it is asked something.
 
         Raises Verdict unsupported for a feature or setting that the target does not declare.
         """
@@ -345,13 +339,11 @@ class OpenTarget:
         return self.variant(replace(self._deployment, features=tuple(sorted(merged.items()))))
 
     def variant(self, deployment: Deployment) -> OpenTarget:
-        """Another deployment, opened beside this one until the item ends."""
+        """Another deployment, opened in place of this one when it is asked something."""
         if deployment == self._deployment:
             return self
         if deployment not in self._variants:
-            made = OpenTarget(self._host, deployment, self._mark, beside=self)
-            made._own = self._host.separate(deployment)
-            self._variants[deployment] = made
+            self._variants[deployment] = OpenTarget(self._host, deployment, self._mark)
         return self._variants[deployment]
 
     def answer_to(self, tokens: Iterable[int]) -> Response | None:
@@ -359,7 +351,7 @@ class OpenTarget:
         return self._scored.get(tuple(tokens))
 
     def deployments(self) -> list[Deployment]:
-        """This deployment and those opened beside it."""
+        """This deployment and the variants of it that were asked for."""
         return [self._deployment, *self._variants]
 
     def aborted(self, requests: Iterable[Request], victims: Iterable[str]) -> dict[str, Response]:
@@ -419,17 +411,16 @@ class OpenTarget:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
         return self._host.refusal(replace(self._deployment, model=str(directory)))
 
-    def close_variants(self) -> None:
-        """Close what was opened beside this deployment."""
-        for variant in self._variants.values():
-            variant.close_variants()
-            if variant._own is not None:
-                self._host.shut(variant._own)
-        self._variants.clear()
-
     @property
     def _opened(self) -> Opened:
-        return self._own if self._own is not None else self._host.acquire(self._deployment)
+        """The deployment, open now."""
+        self._last = self._host.acquire(self._deployment)
+        return self._last
+
+    @property
+    def _known(self) -> Opened:
+        """What opening the deployment showed; it may be closed by now."""
+        return self._last or self._opened
 
     def _optional(self, name: str) -> Any:
         """An optional method of the target, called in the target's own thread; None where it has none."""
@@ -468,7 +459,7 @@ class OpenTarget:
     def _check_feature(self, name: str, setting: int) -> None:
         offered = self.info.features.get(name, ())
         if name not in self.shown:
-            why = self._opened.missing.get(name, "not declared by the target")
+            why = self._known.missing.get(name, "not declared by the target")
             raise Verdict(Status.UNSUPPORTED, f"feature {name}: {why}")
         if setting not in offered:
             raise Verdict(
@@ -477,7 +468,7 @@ class OpenTarget:
 
     def _not_shown(self, wanted: Iterable[str]) -> str:
         shown = [name for name in ("taps", "logits", "score", "topk", "text") if name in self.shown]
-        reasons = [f"{name}: {why}" for name in wanted if (why := self._opened.missing.get(name))]
+        reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
 

@@ -17,7 +17,9 @@ import numpy as np
 __all__ = [
     "MAX_FACTOR",
     "MEAN_FACTOR",
+    "POOLED_QUANTILE",
     "RMS_FACTOR",
+    "SITE_QUANTILE",
     "Comparison",
     "Rows",
     "spread",
@@ -33,8 +35,12 @@ MEAN_FACTOR = RMS_FACTOR**2
 
 # Significand bits (with the hidden one) and smallest normal exponent of each floating-point format.
 _FORMAT = {"fp32": (24, -126), "bf16": (8, -126), "fp16": (11, -14), "fp64": (53, -1022)}
-# Two-sided normal quantile of one false alarm in 5,000: a run makes hundreds of pooled comparisons.
-_QUANTILE = 3.7
+POOLED_QUANTILE, SITE_QUANTILE = 3.7, 4.75
+"""Normal quantiles of one false alarm in 10,000 (a run makes hundreds of pooled comparisons) and in a million (it
+compares tens of thousands of sites)."""
+
+_ALONE = 9
+"""Rows that the luck of a row which stands out is judged by, at least."""
 
 
 def ulp(values: np.ndarray | float, precision: str) -> np.ndarray:
@@ -53,13 +59,14 @@ def ulp(values: np.ndarray | float, precision: str) -> np.ndarray:
     return np.where(np.isfinite(np.asarray(values, np.float64)), unit, 0.0)
 
 
-def spread(count: int) -> float:
+def spread(count: int, quantile: float = POOLED_QUANTILE) -> float:
     """Largest ratio that chance alone gives two rms values of ``count`` independent errors each.
 
     The logarithm of such a ratio is close to normal with standard deviation sqrt(1 / count) (each log mean square
-    has variance 2 / count). It falls below the rms factor at about 200 values; few values decide less.
+    has variance 2 / count). For pooled comparisons it falls below the rms factor at about 200 values; few values
+    decide less.
     """
-    return math.exp(_QUANTILE / math.sqrt(count)) if count else math.inf
+    return math.exp(quantile / math.sqrt(count)) if count else math.inf
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ class Comparison:
     """
 
     widen: float = 1.0
+    quantile: float = POOLED_QUANTILE
+    """Of chance alone (`spread`)."""
     rows: list[Rows] = field(default_factory=list)
 
     def add(self, rows: Rows) -> None:
@@ -137,7 +146,7 @@ class Comparison:
         value = _root_mean(self._all("square"), weight)
         rounding = _root_mean(self._all("floor_square"), weight)
         yard = max(_root_mean(self._all("yard_square"), weight) * self.widen, rounding)
-        return value, max(RMS_FACTOR, spread(self.positions)) * yard
+        return value, max(RMS_FACTOR, spread(self.positions, self.quantile)) * yard
 
     def largest(self) -> tuple[float, float, str, int]:
         """(largest error, its budget, prompt, position): the row that uses most of its own budget (`row_budgets`)."""
@@ -155,16 +164,21 @@ class Comparison:
 
         A multiple of the emulation's largest error over all rows. Where the emulation itself errs more in a row than
         elsewhere (cancellation, a volatile position), the row's budget grows alike: as many of its own rms as the
-        largest error of any row is of that row's. Never below one ulp at the row's own magnitude.
+        largest error of any row is of that row's, and the fewer rows err like it, the more of that is one draw's luck
+        (`spread`). Never below one ulp at the row's own magnitude.
         """
         largest, root = self._all("yard_largest"), np.sqrt(self._all("yard_square"))
         yard = float(largest.max())
         peak = float(np.max(np.divide(largest, root, out=np.zeros_like(root), where=root > 0)))
-        factor = max(MAX_FACTOR, spread(self.positions)) * self.widen
-        return [
-            np.maximum(factor * np.maximum(yard, peak * np.sqrt(rows.yard_square)), rows.floor * self.widen)
-            for rows in self.rows
-        ]
+        ascending = np.sort(root)
+        found = []
+        for rows in self.rows:
+            own = np.sqrt(rows.yard_square)
+            # A row that stands out alone was no lucky one: the emulation erred there, so its error says something.
+            alike = np.maximum(len(ascending) - np.searchsorted(ascending, own / 2), min(len(ascending), _ALONE))
+            factor = np.maximum(MAX_FACTOR, np.exp(self.quantile / np.sqrt(alike))) * self.widen
+            found.append(np.maximum(factor * np.maximum(yard, peak * own), rows.floor * self.widen))
+        return found
 
     def mean(self) -> tuple[float, float]:
         """(mean of ``square``, its budget) for quantities that are already quadratic in the error."""
@@ -172,7 +186,7 @@ class Comparison:
         yard = float(np.average(self._all("yard_square"), weights=weight)) * self.widen**2
         floor = float(np.average(self._all("floor_square"), weights=weight))
         value = float(np.average(self._all("square"), weights=weight))
-        return value, max(MEAN_FACTOR, spread(self.positions) ** 2) * max(yard, floor)
+        return value, max(MEAN_FACTOR, spread(self.positions, self.quantile) ** 2) * max(yard, floor)
 
     def interval(self) -> tuple[float, float] | None:
         """Interval of the ratio rms : emulation's rms, clustered by prompt (jackknife of its logarithm).

@@ -19,12 +19,13 @@ def test_decode_equals_prefill(target, model, precision, reference, judge):
 @pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefill_chunk": (0, 1, 7, 16)})
 def test_chunked_prefill_equals_one_shot(target, model, precision, reference, judge):
     """The same prompt in one piece and in chunks that do not divide it."""
-    for name, tokens in model.prompts(96).items():
-        record = reference.record(name, tokens)
-        one_shot = target.score(tokens)
-        for chunk in (1, 7, 16):
-            chunked = target.with_features(prefill_chunk=chunk).score(tokens)
-            judge.agree(f"{name}: chunks of {chunk} against one shot", chunked, one_shot, record)
+    prompts = model.prompts(96)
+    one_shot = {name: target.score(tokens) for name, tokens in prompts.items()}
+    for chunk in (1, 7, 16):
+        chunked = target.with_features(prefill_chunk=chunk)
+        for name, tokens in prompts.items():
+            what = f"{name}: chunks of {chunk} against one shot"
+            judge.agree(what, chunked.score(tokens), one_shot[name], reference.record(name, tokens))
 
 
 @pytest.mark.requirement(114)
@@ -45,13 +46,13 @@ def test_a_batch_equals_each_request_alone(target, model, precision, reference, 
 @pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefix_cache": (0, 1)})
 def test_a_prefix_hit_equals_a_cold_start(target, model, precision, reference, judge):
     """Sent four times: a block stored under a wrong key shows at the second or third."""
+    prompts = model.prompts(96)
+    cold = {name: target.score(tokens) for name, tokens in prompts.items()}
     cached = target.with_features(prefix_cache=1)
-    for name, tokens in model.prompts(96).items():
+    for name, tokens in prompts.items():
         record = reference.record(name, tokens)
-        cold = target.score(tokens)
         for attempt in range(1, 5):
-            warm = cached.generate(tokens, 1)
-            judge.agree(f"{name}: prefix hit {attempt} against cold", warm, cold, record)
+            judge.agree(f"{name}: prefix hit {attempt} against cold", cached.generate(tokens, 1), cold[name], record)
 
 
 @pytest.mark.requirement(98)

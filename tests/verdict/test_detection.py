@@ -15,13 +15,14 @@ import pytest
 from pytest_adapt.oracle import Rounding
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of
 from pytest_adapt.verdict.budget import ulp
-from pytest_adapt.verdict.localise import _SiteView, _widening
+from pytest_adapt.verdict.localise import OUTLIER, _SiteView, _widening
 
 FAMILIES = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 TOKENS = 40
-SEEN, SEEN_ANYWHERE = 4.0, 8.0
-"""Multiples of the emulation's error that must be red: everywhere at once or in one element of a row in which the
-emulation errs as usual; in one element of whichever row."""
+SEEN, SEEN_ANYWHERE = 4.0, 16.0
+"""Multiples of the emulation's error that must be red: everywhere at once or in one element of most rows; in one
+element of whichever row, one that few others err like included."""
+MOST = 0.75
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,21 @@ class Shown:
     """The same under the emulation of this operation alone."""
     widen: float
     scale: np.ndarray = field(init=False)
+    """float64 [rows, n]: what errors are relative to: the rms of the row, or a part of an outlying value."""
 
     def __post_init__(self) -> None:
-        scale = np.sqrt(np.mean(self.own**2, axis=1, keepdims=True))
+        scale = np.maximum(np.sqrt(np.mean(self.own**2, axis=1, keepdims=True)), np.abs(self.own) / OUTLIER)
         object.__setattr__(self, "scale", np.where(scale > 0, scale, 1.0))
 
     def yardstick(self) -> tuple[np.ndarray, float, float]:
-        """The emulation's rms in each row [rows], over all, and its largest error, in units of the row (as errors are
+        """The emulation's rms in each row [rows], over all, and its largest error, in units of ``scale`` (as errors are
         judged); rms and largest are at least those of rounding the output once."""
         error, unit = (self.emulated - self.own) / self.scale, ulp(self.own, self.form) / self.scale
         rms = max(float(np.sqrt(np.mean(error**2))), float(np.sqrt(np.mean(unit**2) / 12)))
         return np.sqrt(np.mean(error**2, axis=1)), rms, max(float(np.abs(error).max()), float(unit.max()))
 
     def red(self, error: np.ndarray) -> set[str]:
-        """Statistics that fail for an error [rows, n] in units of the row."""
+        """Statistics that fail for an error [rows, n] in units of ``scale``."""
         view = _SiteView(
             "p", self.name, self.own + error * self.scale, self.own, self.emulated, self.form, None, TOKENS
         )
@@ -74,8 +76,14 @@ def shown_sites(bench: Any, family: str, precision: str, rounds: str) -> list[Sh
             continue
         form, width = rounding.format_of(name, architecture), value.shape[-1]
         own, other = (np.asarray(array, np.float64).reshape(-1, width) for array in (value, emulated[name]))
-        found.append(Shown(name, form, own, other, _widening(name, form, precision, rounds)))
+        found.append(Shown(name, form, own, other, _widening(name, precision, rounds)))
     return found
+
+
+def sample(of_row: np.ndarray) -> list[int]:
+    """Rows from the smallest to the largest error of the emulation, both included."""
+    order = np.argsort(of_row)
+    return [int(order[place]) for place in np.linspace(0, len(order) - 1, 9).astype(int)]
 
 
 @pytest.mark.requirement(114, 116)
@@ -97,9 +105,9 @@ def test_an_error_like_the_yardsticks_passes_and_one_a_few_times_as_large_does_n
             alarms.append(site.name)
         if "site.rms" not in site.red(SEEN * noise):
             blind.append(f"{site.name}: everywhere")
-        usual, worst = int(np.argsort(of_row)[len(of_row) // 2]), int(np.argmax(of_row))
-        for row, size in ((usual, SEEN), (worst, SEEN_ANYWHERE)):
-            if "site.max" not in site.red(site.spike(row, size * largest)):
-                blind.append(f"{site.name}: one element of row {row} at {size:g} times")
+        for size, share in ((SEEN, MOST), (SEEN_ANYWHERE, 1.0)):
+            seen = ["site.max" in site.red(site.spike(row, size * largest)) for row in sample(of_row)]
+            if np.mean(seen) < share:
+                blind.append(f"{site.name}: one element at {size:g} times, {np.mean(seen):.0%} of rows")
     assert not blind, f"not seen: {blind}"
     assert not alarms, f"an error of the yardstick's own size is red at {alarms}"

@@ -10,9 +10,8 @@ import pytest
 
 from pytest_adapt.oracle import Oracle
 from pytest_adapt.oracle.rounding import round_bf16
-from pytest_adapt.verdict.budget import Comparison, Rows, ulp
+from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import _widening
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -374,17 +373,12 @@ def norms(width: int, rows: int, seed: int) -> Iterator[tuple[np.ndarray, np.nda
 @pytest.mark.parametrize("seed", [5494, 15464, 24438, 29629])  # the worst of 40,000
 def test_a_norm_may_form_its_root_in_another_way(seed: int) -> None:
     """The rows of a short prompt share few errors of their roots: where the emulation was lucky, others were not."""
-    healthy = _widening("layer.0.attn.kv_a_norm", "fp32", "fp32", "eager")
-    alarms = {1.0: 0, healthy: 0}
+    beyond = 0
     for exact, emulated, other in norms(28, 22, seed):
         scale = np.sqrt(np.mean(exact**2, axis=1, keepdims=True))
         errors, yard = (other - exact) / scale, (emulated - exact) / scale
         rows = Rows.of_elements("p", np.arange(22), errors, yard, ulp(exact, "fp32") / scale)
-        for widen in alarms:
-            value, budget, _, _ = Comparison(widen=widen, rows=[rows]).largest()
-            alarms[widen] += value > budget
-    assert alarms == {1.0: 1, healthy: 0}
-
-
-def test_a_norm_gets_no_room_in_16_bits() -> None:
-    assert _widening("layer.0.attn.kv_a_norm", "bf16", "bf16", "eager") == 1.0, "the root is float32 there as well"
+        value, budget, _, _ = Comparison(1.0, SITE_QUANTILE, [rows]).largest()
+        assert value <= budget
+        beyond += value > MAX_FACTOR * np.abs(yard).max()
+    assert beyond, "a fixed factor would do"
