@@ -39,3 +39,26 @@ def test_memory_grows_no_faster_than_the_cache(target, model, precision, judge):
         peaks.append(served.peak_memory() - before)
     # Less than one byte for each pair of tokens is no matrix of scores.
     judge.growth("memory.exponent", lengths, peaks, most=1, least=[length**2 for length in lengths])
+
+
+@pytest.mark.requirement(104, 105)
+@pytest.mark.adapt_serial
+@pytest.mark.adapt(rung="long_context", classes="needle", profile="full", needs=("text",))
+def test_time_grows_no_faster_than_attention(target, model, precision, judge):
+    """A prompt may cost the square of its length, a token of output its length; no absolute time is judged."""
+    lengths = (1024, 2048, 4096, 8192)
+    prefill, decode = [], []
+    for length in lengths:
+        prompt = model.longest(length).tokens
+        target.generate(prompt, 2, ("text",))
+        timed = [target.generate(prompt, 16, ("text",), timed=True) for _ in range(3)]
+        if any(one.first_token_seconds is None for one in timed):
+            judge.promise("first_token_seconds", True, "not shown: the whole answer is timed")
+            prefill.append(min(one.seconds for one in timed))
+            continue
+        prefill.append(min(one.first_token_seconds for one in timed))
+        decode.append(min(one.seconds - one.first_token_seconds for one in timed) / 15)
+    # Noise is no growth: a cost is judged where it has doubled.
+    judge.growth("prefill_seconds.exponent", lengths, prefill, most=2, least=[prefill[0]] * 4)
+    if len(decode) == len(lengths):
+        judge.growth("decode_seconds.exponent", lengths, decode, most=1, least=[decode[0]] * 4)
