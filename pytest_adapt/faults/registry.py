@@ -62,6 +62,17 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
+    where: str = ""
+    """Of a suite that is not white-box: words of the names of its tests that must be red."""
+    says: str = ""
+    """Part of what such a test must say: it leads to the cause."""
+    contexts: tuple[int, ...] = ()
+    """Context lengths at which the fault shows; () for those of the profile."""
+
+    @property
+    def white_box(self) -> bool:
+        """Whether a site must be named; else a message (``says``)."""
+        return bool(self.site)
 
     @property
     def kind(self) -> str:
@@ -71,9 +82,10 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, norms, precision, rotary, routing, weights
+    from pytest_adapt.faults import attention, leaks, long_context, norms, precision, rotary, routing, weights
 
-    entries = [fault for module in (attention, norms, precision, rotary, routing, weights) for fault in module.FAULTS]
+    modules = (attention, leaks, long_context, norms, precision, rotary, routing, weights)
+    entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
         raise ValueError("two faults share an id")
