@@ -394,7 +394,7 @@ class OpenTarget:
 
     @property
     def shows_memory(self) -> bool:
-        """Whether `peak_memory` tells something."""
+        """Whether `peak_memory` tells something. Asking begins a measurement anew."""
         measure = self._optional("peak_memory")
         return measure is not None and measure(True) is not None
 

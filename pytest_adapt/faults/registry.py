@@ -66,10 +66,19 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
-    test: str = "sites"
-    """Part of the names of the suite's items that must turn red."""
     layout: str = "single"
     """Ranks on which it shows."""
+    where: str = ""
+    """Of a suite that is not white-box: words of the names of its tests that must be red."""
+    says: str = ""
+    """Part of what such a test must say: it leads to the cause."""
+    contexts: tuple[int, ...] = ()
+    """Context lengths at which the fault shows; () for those of the profile."""
+
+    @property
+    def white_box(self) -> bool:
+        """Whether a site must be named; else a message (``says``)."""
+        return bool(self.site)
 
     @property
     def kind(self) -> str:
@@ -79,9 +88,20 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, layouts, norms, precision, rotary, routing, scheduling, weights
+    from pytest_adapt.faults import (
+        attention,
+        layouts,
+        leaks,
+        long_context,
+        norms,
+        precision,
+        rotary,
+        routing,
+        scheduling,
+        weights,
+    )
 
-    modules = (attention, layouts, norms, precision, rotary, routing, scheduling, weights)
+    modules = (attention, layouts, leaks, long_context, norms, precision, rotary, routing, scheduling, weights)
     entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):

@@ -73,11 +73,12 @@ class Judge:
             "prompt_tokens", float(abs(response.prompt_tokens - len(tokens))), 0.0, ok, prompt=prompt, detail=detail
         )
 
-    def against_record(self, prompt: str, response: Response, record: Record) -> None:
+    def against_record(self, prompt: str, response: Response, record: Record, pool: str = "") -> None:
         """Every numeric observable of the response against the reference, at certified positions.
 
         Log-probabilities (rms and largest), cosine, divergence and the most probable token; each pooled over the
-        prompts of the item and held against its own budget when `failures` is called.
+        prompts of the item and held against its own budget when `failures` is called. ``pool`` keeps rows of another
+        kind apart: it stands before the names of the metrics.
         """
         if self._refused(prompt, response):
             return
@@ -96,9 +97,9 @@ class Judge:
             if not numeric and response.scores is None:
                 raise Problem("shown", "the response shows neither logits, scores nor top-k log-probabilities")
             for name in numeric:
-                self._against_view(prompt, view(response, name, record, rows), record, rows, certified)
+                self._against_view(prompt, view(response, name, record, rows), record, rows, certified, pool)
             if response.scores is not None:
-                self._against_scores(prompt, follow(response, record, rows), record, rows, certified)
+                self._against_scores(prompt, follow(response, record, rows), record, rows, certified, pool)
         except Problem as problem:
             self._broken(prompt, problem)
 
@@ -334,7 +335,9 @@ class Judge:
 
     # How -----------------------------------------------------------------------------------------------------------
 
-    def _against_view(self, prompt: str, shown: View, record: Record, rows: np.ndarray, certified: np.ndarray) -> None:
+    def _against_view(
+        self, prompt: str, shown: View, record: Record, rows: np.ndarray, certified: np.ndarray, pool: str
+    ) -> None:
         self.observables.add(shown.observable)
         emulation = record.emulation(self.precision)
         reference = reference_view(record, rows)
@@ -342,7 +345,7 @@ class Judge:
         part = rows[certified]
         floor = self._floor(record, part)
         self._pool(
-            "logprob",
+            f"{pool}logprob",
             shown.observable,
             rows_of(
                 prompt,
@@ -356,16 +359,18 @@ class Judge:
         )
         listed = np.nan_to_num(error[certified][:, :-1])
         divergence = np.sum(np.exp(record.topk_logprobs[part]) * divergence_terms(listed), axis=1)
-        self._pool("kl", shown.observable, quadratic_rows(prompt, record, part, divergence, emulation.kl[part]))
+        self._pool(f"{pool}kl", shown.observable, quadratic_rows(prompt, record, part, divergence, emulation.kl[part]))
         if shown.projections is not None and reference.projections is not None:
             gap = cosine_gap(shown, reference)[certified]
-            self._pool("cosine", shown.observable, quadratic_rows(prompt, record, part, gap, emulation.gap[part]))
-        matches = self._matches.setdefault(("token_match", shown.observable), Matches())
+            self._pool(
+                f"{pool}cosine", shown.observable, quadratic_rows(prompt, record, part, gap, emulation.gap[part])
+            )
+        matches = self._matches.setdefault((f"{pool}token_match", shown.observable), Matches())
         bound = row_error(emulation.largest)[rows]
         self._match(matches, prompt, record, rows, shown.best, certified, bound)
 
     def _against_scores(
-        self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray
+        self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray, pool: str
     ) -> None:
         self.observables.add("score")
         emulation = record.emulation(self.precision)
@@ -375,7 +380,7 @@ class Judge:
         yard = emulation.follow[part]
         floor = self._floor(record, part, record.next_logprob[part][:, None])
         values = record.next_logprob[part][:, None]
-        self._pool("logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
+        self._pool(f"{pool}logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
 
     def _agree_numeric(
         self, what: str, name: str, first: Response, second: Response, record: Record, rows: np.ndarray

@@ -34,7 +34,10 @@ def recalled(judge: Judge, prompt: str, response: Response, recall: Recall, reco
     judge.prompt_tokens(prompt, response, tokens)
     part = record if len(tokens) == len(record.tokens) else record.prefix(len(tokens))
     if response.logits is not None or response.topk is not None or response.scores is not None:
-        judge.against_record(prompt, response, part)
+        rulers = np.isin(part.tokens[part.positions], recall.rulers)
+        judge.against_record(prompt, response, part.take(~rulers))
+        if rulers.any():
+            judge.against_record(prompt, response, part.take(rulers), pool="ruler.")
     if response.tokens:
         judge.generated(prompt, response, part, tokens)
     said = _said(response)

@@ -14,8 +14,7 @@ from pytest_adapt.target.protocol import Deployment, Request, Response
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
-# Those of no single value are in test_scheduling.
-FAULTS = tuple(fault for fault in catalogue().values() if fault.site)
+FAULTS = tuple(fault for fault in catalogue().values() if fault.white_box)
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 LENGTH = 80
 
@@ -76,7 +75,7 @@ def test_without_a_fault_nothing_is_red(bench, model, layout, precision):
 
 def test_entries_are_well_formed():
     known = models()
-    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME")
+    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME", "LC", "SV", "PF")
     for fault in catalogue().values():
         assert fault.site in (*LAYER_SITES, "embed", "logits", ""), fault.id
         assert set(fault.models) <= set(known), fault.id
