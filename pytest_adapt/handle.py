@@ -101,6 +101,14 @@ class ModelHandle:
 
         return walks(self._closed(), count, shortest=shortest, longest=longest, seed=seed)
 
+    def load(self, count: int, length: int) -> dict[str, tuple[int, ...]]:
+        """``count`` prompts of exactly ``length`` ordinary tokens, to be timed with."""
+        from pytest_adapt.models.prompts import random_tokens
+
+        entry = self._described
+        keys = [f"load-{number}" for number in range(count)]
+        return {key: random_tokens(entry, self.directory, f"{key}-{length}", length) for key in keys}
+
     def longest(self, length: int) -> Recall:
         """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
         from pytest_adapt.models.recall import longest
@@ -130,10 +138,17 @@ class ModelHandle:
     @cached_property
     def all_prompts(self) -> Mapping[str, tuple[int, ...]]:
         """Every named prompt of the model."""
-        from pytest_adapt.models import ModelEntry
         from pytest_adapt.models.prompts import prompts_of
 
-        entry = self.entry or ModelEntry(
+        found = prompts_of(self._described, self.directory)
+        return found if self.entry else {**_searched(self.directory, self.config), **found}
+
+    @cached_property
+    def _described(self) -> ModelEntry:
+        """The catalogue's entry, or one that describes a directory."""
+        from pytest_adapt.models import ModelEntry
+
+        return self.entry or ModelEntry(
             # A fixed name: copies of one checkpoint get the same prompts.
             name="directory",
             family=str(self.config.get("model_type", "")),
@@ -145,8 +160,6 @@ class ModelHandle:
             precisions=self._model.precisions,
             must_pass=(),
         )
-        found = prompts_of(entry, self.directory)
-        return found if self.entry else {**_searched(self.directory, self.config), **found}
 
     def _closed(self) -> ModelEntry:
         if self.entry is None or self.entry.kind != "needle":

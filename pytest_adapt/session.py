@@ -389,6 +389,17 @@ class OpenTarget:
         counters = self._optional("stats")
         return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
 
+    @property
+    def in_process(self) -> bool:
+        """Whether it computes on this machine's CPU, as far as it says: an engine that names no other device."""
+        return self.kind == "engine" and self.info.environment.get("device", "cpu") == "cpu"
+
+    @property
+    def shows_memory(self) -> bool:
+        """Whether `peak_memory` tells something. Asking begins a measurement anew."""
+        measure = self._optional("peak_memory")
+        return measure is not None and measure(True) is not None
+
     def peak_memory(self, reset: bool = False) -> int:
         """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
         does not tell."""
