@@ -9,7 +9,7 @@ This module imports nothing heavy: numpy arrays appear only in annotations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -136,6 +136,9 @@ class Response:
     error: str | None = None
     """Set when the target refused this request (abnormal input); then nothing else is."""
     seconds: float | None = None
+    origin: Callable[[str, int, tuple[int, ...], int | None], tuple[str, ...]] | None = None
+    """(site, position, index within the row, expert) -> names of the ranks where that element came about; None where
+    there is one rank, or the target cannot tell."""
     drift: tuple[str, ...] = ()
     """Copies of the same numbers on several ranks that differed, each in one line (site, ranks, how far)."""
 
