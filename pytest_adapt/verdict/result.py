@@ -7,10 +7,11 @@ xdist workers to the controller that way).
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["RUNGS", "CaseResult", "Divergence", "Measurement", "Status"]
+__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Measurement", "Status"]
 
 
 class Status(StrEnum):
@@ -78,6 +79,22 @@ _RANKS = 4
 
 
 @dataclass(frozen=True)
+class Figure:
+    """Something timed or weighed, every sample of it: an engineering reference of one machine and run."""
+
+    load: str
+    """What was asked, as ``1024 in / 128 out / batch 4``."""
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
+
+
+@dataclass(frozen=True)
 class Divergence:
     """The first place where a target left the reference, in logical coordinates."""
 
@@ -130,6 +147,7 @@ class CaseResult:
     reason: str = ""
     """Why it was not a plain pass; one line."""
     measurements: list[Measurement] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
     divergence: Divergence | None = None
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0

@@ -227,12 +227,22 @@ class Engine:
         self._check_open()
         updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
         self._ended.clear()
-        scheduled = [replica.scheduler.schedule() for replica in self.replicas]
+        scheduled = [self._scheduled(replica.scheduler) for replica in self.replicas]
         if any(scheduled):
             updates.extend(self._compute(scheduled))
         if not self.busy:
             self.check_integrity()
         return updates
+
+    def _scheduled(self, scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+        """What a replica computes next. The oldest can always go on; if nothing can, its accounts are wrong."""
+        plan = scheduler.schedule()
+        if not plan and scheduler.busy:
+            raise EngineError(
+                f"{len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait and none can go on: "
+                f"{scheduler.pool.in_use} of {scheduler.pool.blocks} KV blocks are in use; close the engine"
+            )
+        return plan
 
     def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
         step = StepPlan(
