@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.layout import LayoutError, check, parse
+from pytest_adapt.strategies import fits
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
 
@@ -127,20 +127,8 @@ class ModelHandle:
 
     def refuse_illegal(self, layout: str) -> None:
         """Raises Verdict unsupported, with the rule and the nearest legal layouts, where this model cannot take it."""
-        config = self.config
-        heads = int(config.get("num_attention_heads") or 1)
-        latent = bool(config.get("kv_lora_rank"))
-        named = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-        try:
-            check(
-                parse(layout),
-                heads=heads,
-                kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
-                experts=next((int(count) for count in named if count), 0),
-                layers=int(config.get("num_hidden_layers") or 1),
-            )
-        except LayoutError as error:
-            raise Verdict(Status.UNSUPPORTED, str(error)) from None
+        if problem := fits(layout, self.config):
+            raise Verdict(Status.UNSUPPORTED, problem)
 
     def __repr__(self) -> str:
         return f"<model {self.name}>"

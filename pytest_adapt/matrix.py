@@ -201,16 +201,24 @@ class Matrix:
     """Model -> most prompts that a test gets; 0 for all."""
     rows: tuple[tuple[str, str, str, int], ...]
     """(model, layout, precision, context)."""
+    layout_rows: tuple[tuple[str, str, str, int], ...] = ()
+    """Rows of tests on the rung "layouts", which hold many ranks against what is known of one."""
     _cache: dict[Any, tuple[list[Any], list[str]]] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    @property
+    def every_row(self) -> tuple[tuple[str, str, str, int], ...]:
+        """Rows of all tests."""
+        return self.rows + self.layout_rows
 
     def project(self, axes: tuple[str, ...], mark: Mark) -> tuple[list[Any], list[str]]:
         """(values, ids) for ``metafunc.parametrize``: the distinct projections of the rows that the mark allows."""
-        key = (axes, mark.classes, mark.models, mark.layouts, mark.precisions, mark.contexts)
+        rows = self.layout_rows if mark.rung == "layouts" else self.rows
+        key = (rows is self.rows, axes, mark.classes, mark.models, mark.layouts, mark.precisions, mark.contexts)
         if key not in self._cache:
             wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
             places = [AXES.index(axis) for axis in axes]
             found: dict[tuple[Any, ...], None] = {}
-            for row in self.rows:
+            for row in rows:
                 if self._in_class(row[0], mark.classes) and all(
                     not allowed or row[place] in allowed for place, allowed in enumerate(wanted)
                 ):
@@ -253,7 +261,7 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
             raise pytest.UsageError(
                 f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
             )
-        offered = [name for name in take.precisions if name in model.precisions and name in spec.precisions]
+        offered = _precisions(take, model, spec)
         for layout in settings.layouts or ("single",):
             # A target that offers none of the profile's precisions is judged at what it has.
             for precision in settings.precisions or offered or spec.precisions:
@@ -262,7 +270,58 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         raise pytest.UsageError(
             f"nothing to run: target {spec.text} can serve none of the models of profile {settings.profile}"
         )
-    return Matrix(settings, {model.name: model for model in models}, prompts, tuple(rows))
+    spread = _layout_rows(settings, spec, models)
+    if settings.layouts:
+        layout_rows = [row for row in rows if row[1] != "single"]
+    else:
+        layout_rows = [
+            (model.name, layout, precision, _contexts(model, profile.other)[0])
+            for model, layouts in spread
+            for layout in layouts
+            for precision in settings.precisions or _precisions(profile.other, model, spec) or spec.precisions
+        ]
+        models = list(dict.fromkeys([*models, *(model for model, _ in spread)]))
+    named = {model.name: model for model in models}
+    return Matrix(settings, named, prompts, tuple(rows), tuple(layout_rows))
+
+
+def _precisions(take: Take, model: Model, spec: TargetSpec) -> list[str]:
+    return [name for name in take.precisions if name in model.precisions and name in spec.precisions]
+
+
+def _layout_rows(settings: Settings, spec: TargetSpec, models: list[Model]) -> list[tuple[Model, list[str]]]:
+    """Models of the run and the layouts that its profile names for each, as far as target and model take them."""
+    from pytest_adapt.layout import AXES as SPLITS
+    from pytest_adapt.layout import parse
+    from pytest_adapt.models import catalogue
+    from pytest_adapt.strategies import fits, planned
+
+    axes = set(spec.axes) | {axis for axis in SPLITS if spec.scheme == "cmd" and f"{{{axis}}}" in spec.text}
+    plan = planned(settings.profile)
+    if not settings.models:
+        entries = catalogue()
+        classes = [name for name in spec.shape_classes if name != "aligned" or "odd" not in spec.shape_classes]
+        if PROFILES[settings.profile].both:
+            classes = list(spec.shape_classes)
+        models = [
+            _from_entry(entries[name], explicit=False)
+            for name in plan
+            if name in entries and entries[name].shape_class in classes
+        ]
+    found = []
+    for model in models:
+        named = plan.get(model.name, plan.get("*", ()) if model.explicit else ())
+        # A converted model's shape is known once it is written.
+        known = "num_attention_heads" in model.config
+        taken = [
+            layout
+            for layout in named
+            if all(axis in axes for axis in SPLITS if getattr(parse(layout), axis) > 1)
+            and not (known and fits(layout, model.config))
+        ]
+        if taken:
+            found.append((model, taken))
+    return found
 
 
 def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:

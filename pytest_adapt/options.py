@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.layout import LayoutError, parse
+from pytest_adapt.layout import LayoutError
 from pytest_adapt.stash import WHOLE
+from pytest_adapt.strategies import expand
 
 __all__ = [
     "OPTIONS",
@@ -73,7 +74,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "models", "models to run: names of the catalogue or checkpoint directories", (), "NAME|DIR[,..]", kind="list"
     ),
-    Option("layouts", "layouts to run (single, tp2.pp2.ep4)", (), "LAYOUT[,..]", kind="list"),
+    Option(
+        "layouts",
+        "layouts to run (single, tp2.pp2.ep4), or strategies of strategies.json (tensor)",
+        (),
+        "LAYOUT[,..]",
+        kind="list",
+    ),
     Option("precisions", "precisions to run", (), "P[,..]", _PRECISIONS, kind="list"),
     Option("contexts", "context lengths to run, in tokens", (), "TOKENS[,..]", kind="list"),
     Option("profile", "how much runs", "day0", "PROFILE", ("smoke", "day0", "full")),
@@ -203,7 +210,7 @@ def read_settings(config: pytest.Config) -> Settings:
             continue
         values[option.name] = _READERS[option.kind](option, raw, source)
         sources[option.name] = source
-    values["layouts"] = tuple(_layout(text) for text in values["layouts"])
+    values["layouts"] = _layouts(values["layouts"])
     values["contexts"] = tuple(_context(text) for text in values["contexts"])
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
@@ -315,9 +322,9 @@ def _spelling(option: Option, source: str) -> str:
     return {"environment": option.variable, "ini file": f"ini {option.ini}"}.get(source, option.flag)
 
 
-def _layout(text: str) -> str:
+def _layouts(words: tuple[str, ...]) -> tuple[str, ...]:
     try:
-        return str(parse(text))
+        return expand(words)
     except LayoutError as error:
         raise pytest.UsageError(f"--adapt-layouts: {error}") from None
 

@@ -80,7 +80,7 @@ class References:
     def _live(self, model: ModelHandle) -> OracleReference:
         from pytest_adapt.golden.reference import OracleReference
 
-        rows = {row[2] for row in self._runner.matrix.rows if row[0] == model.name}
+        rows = {row[2] for row in self._runner.matrix.every_row if row[0] == model.name}
         entry = model.entry.precisions if model.entry else ()
         precisions = tuple(sorted(rows | set(entry)))
         return OracleReference(

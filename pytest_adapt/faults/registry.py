@@ -36,6 +36,10 @@ class Seams(Protocol):
         """The layer being computed at this moment; None outside the layers."""
         ...
 
+    def rank(self) -> int:
+        """The rank that computes at this moment."""
+        ...
+
 
 class UnknownFault(ValueError):
     """No fault has this id; the message lists those that exist."""
@@ -47,7 +51,7 @@ class Fault:
 
     ``models`` are conformance models on which the fault is in contract and not equivalent to the original;
     ``site`` is where the first divergence belongs (without its layer), ``layer`` the first layer that shows it on
-    the first of those models.
+    the first of those models; "" for a fault of no single value, such as a lost block.
     """
 
     id: str
@@ -62,17 +66,14 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
-    where: str = ""
-    """Of a suite that is not white-box: words of the names of its tests that must be red."""
+    test: str = "sites"
+    """Part of the names of the suite's items that must turn red."""
+    layout: str = "single"
+    """Ranks on which it shows."""
     says: str = ""
-    """Part of what such a test must say: it leads to the cause."""
+    """Part of what such an item must say, where no site is named: it leads to the cause."""
     contexts: tuple[int, ...] = ()
-    """Context lengths at which the fault shows; () for those of the profile."""
-
-    @property
-    def white_box(self) -> bool:
-        """Whether a site must be named; else a message (``says``)."""
-        return bool(self.site)
+    """Context lengths at which it shows; () for those of the profile."""
 
     @property
     def kind(self) -> str:
@@ -82,9 +83,20 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, leaks, long_context, norms, precision, rotary, routing, weights
+    from pytest_adapt.faults import (
+        attention,
+        layouts,
+        leaks,
+        long_context,
+        norms,
+        precision,
+        rotary,
+        routing,
+        scheduling,
+        weights,
+    )
 
-    modules = (attention, leaks, long_context, norms, precision, rotary, routing, weights)
+    modules = (attention, layouts, leaks, long_context, norms, precision, rotary, routing, scheduling, weights)
     entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):

@@ -28,7 +28,8 @@ class ModelEntry:
     family: str
     """qwen3_moe, mixtral, deepseek_v3 or llama."""
     shape_class: str
-    """odd (awkward sizes), aligned (sizes that accelerator kernels accept), real, or needle (recalls at any length)."""
+    """odd (awkward sizes), wide (sizes that many ranks share, unevenly), aligned (what accelerator kernels accept),
+    real, or needle (recalls at any length)."""
     kind: str
     """procedural (weights are drawn), needle (they are constructed) or smollm2 (converted from the installed GGUF)."""
     config: Mapping[str, Any] = field(hash=False)

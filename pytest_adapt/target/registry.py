@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.layout import AXES
 from pytest_adapt.target.protocol import OBSERVABLES, PRECISIONS, TargetError
 from pytest_adapt.target.template import Template
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Registry", "TargetDefaults", "TargetSettings", "TargetSpec", "builtin_registry", "resolve"]
 
 KINDS = ("engine", "endpoint")
-SHAPE_CLASSES = ("odd", "aligned", "real", "needle")
+SHAPE_CLASSES = ("odd", "wide", "aligned", "real", "needle")
 _SPEC = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9_-]*)(?:\[(?P<options>[^\]]*)\])?(?::(?P<argument>.*))?", re.DOTALL)
 
 
@@ -47,7 +48,7 @@ class TargetDefaults:
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Feature -> settings that may be asked for in ``Deployment.features`` (a plan; ``Info.features`` is final)."""
     shape_classes: tuple[str, ...] = SHAPE_CLASSES
-    """Classes of conformance models that it can serve: odd, aligned, real, needle."""
+    """Classes of conformance models that it can serve: odd, wide, aligned, real, needle."""
     observables: tuple[str, ...] = ("text",)
     axes: tuple[str, ...] = ()
     """Layout axes that can be asked for (tp, pp, ep, dp); none: one rank only."""
@@ -104,6 +105,10 @@ class TargetSpec:
     @property
     def shape_classes(self) -> tuple[str, ...]:
         return self.defaults.shape_classes
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.defaults.axes
 
     def create(self) -> Target:
         """A new adapter, nothing opened yet. Raises TargetError where its module cannot be imported."""
@@ -206,6 +211,7 @@ def builtin_registry() -> Registry:
                 "step_tokens": (0, 7, 16, 64),
             },
             observables=everything,
+            axes=AXES,
         ),
         requires=("adapt_engine", "torch"),
         install="pip install 'pytest-adapt[engine]' (from a checkout: pip install . ./engine)",

@@ -14,7 +14,8 @@ from pytest_adapt.target.protocol import Deployment, Request, Response
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
-FAULTS = tuple(catalogue().values())
+# Those of no single value are in test_scheduling and test_service.
+FAULTS = tuple(fault for fault in catalogue().values() if fault.site)
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 LENGTH = 80
 
@@ -31,14 +32,15 @@ class Bench:
             self._oracles[model] = Oracle(materialise(model, self._root))
         return self._oracles[model]
 
-    def judge(self, fault: Fault | None, model: str, precision: str) -> tuple[Judge, Response]:
+    def judge(self, fault: Fault | None, model: str, precision: str, layout: str = "single") -> tuple[Judge, Response]:
         directory = materialise(model, self._root)
         tokens = prompts(models()[model], directory)["random-150"][:LENGTH]
         target = resolve("builtin").create()
         if fault is not None:
             fault.install(target.seams)
         # A chunk border inside the prompt: some faults live there.
-        deployment = Deployment(str(directory), precision=precision, taps=("*",), features=(("prefill_chunk", 64),))
+        chunked = (("prefill_chunk", 64),)
+        deployment = Deployment(str(directory), layout, precision, taps=("*",), features=chunked)
         try:
             info = target.open(deployment)
             (response,) = target.run([Request("0", tokens, max_new_tokens=4, want=frozenset({"taps", "logits"}))])
@@ -57,7 +59,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.requirement(53, 54, 56, 62, 116)
 @pytest.mark.parametrize(("fault", "precision"), CASES, ids=lambda value: getattr(value, "id", value))
 def test_a_fault_is_caught_and_located(bench, fault, precision):
-    judge, _ = bench.judge(fault, fault.models[0], precision)
+    judge, _ = bench.judge(fault, fault.models[0], precision, fault.layout)
     assert judge.failures(), f"{fault.id} ({fault.title}) passed in {precision}"
     assert judge.divergence is not None
     assert layer_of(judge.divergence.site) == (fault.layer, fault.site)
@@ -65,19 +67,20 @@ def test_a_fault_is_caught_and_located(bench, fault, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("model", sorted({fault.models[0] for fault in FAULTS}))
-def test_without_a_fault_nothing_is_red(bench, model, precision):
-    judge, _ = bench.judge(None, model, precision)
+@pytest.mark.parametrize(("model", "layout"), sorted({(fault.models[0], fault.layout) for fault in FAULTS}))
+def test_without_a_fault_nothing_is_red(bench, model, layout, precision):
+    judge, _ = bench.judge(None, model, precision, layout)
     assert not judge.failures(), judge.message()
     assert judge.measurements
 
 
 def test_entries_are_well_formed():
     known = models()
-    for fault in FAULTS:
-        assert fault.site in (*LAYER_SITES, "logits"), fault.id
+    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME", "LC", "SV", "PF")
+    for fault in catalogue().values():
+        assert fault.site in (*LAYER_SITES, "embed", "logits", ""), fault.id
         assert set(fault.models) <= set(known), fault.id
-        assert fault.title and fault.report and fault.kind in ("WL", "RT", "AT", "RP", "NM", "PR"), fault.id
+        assert fault.title and fault.report and fault.kind in kinds, fault.id
 
 
 def test_an_unknown_id_lists_the_known_ones():

@@ -38,18 +38,25 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
     sample(logits, *, temperature, top_k, top_p, seed, position) -> int
                                                            logits float32 [V]; position of the token drawn
 
-``engine.kernels_registry.layer`` is the layer being computed (None outside the layers), for wrappers that
-concern one layer only.
+Every rank has a registry of its own (``engine.executor.registries``); ``engine.executor.running`` is the pair
+(rank, layer) being computed, its layer None outside the layers, for wrappers that concern one of them only.
 
 Other seams, methods to be replaced on the class or instance and put back:
 
     weights.loader.Loader.read(name) -> tensor             name is the checkpoint's; a view of the mapped file
     weights.loader.Loader.assign(parameter, tensor)        parameter is the logical name (layer.3.moe.experts.5.gate)
+    weights.shards.ShardPlan.piece(parameter, rank)        what a rank holds of a parameter; None where nothing
+    weights.shards.ShardPlan.owners(experts)               ep rank of each expert
+    comm.communicator.Communicator.all_gather(tensor, group, counts), all_reduce(partial, group, dtype),
+        all_to_all(parts, group, counts), send(tensor, group, to), recv(group, source, shape, dtype)
+                                                           of every rank; ``self.rank`` and ``self.name`` say which
     kv.cache.PagedCache.write(layer, slots, rows)          rows: tuple of tensors, one per component of the group
     kv.cache.PagedCache.gather(layer, slots) -> rows
-    kv.pool.BlockPool.allocate(), share(block), free(block)
-    kv.prefix.PrefixCache.lookup(tokens), insert(...)
-    runtime.scheduler.Scheduler.schedule()
+    kv.pool.BlockPool.allocate(page), share(block), free(block)
+    kv.prefix.PrefixCache.digests(tokens), lookup(tokens), insert(...)
+    runtime.scheduler.Scheduler.schedule(), preempt(sequence), abort(id), finish(sequence), check_integrity()
+    runtime.scheduler.Sequence.advance(count), extend(blocks)
+    runtime.executor.LocalExecutor.step(plan) -> answers
 
 The engine carries no fault of its own and no switch for one.
 """

@@ -222,18 +222,28 @@ class Engine:
         self._check_open()
         updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
         self._ended.clear()
-        scheduled = [replica.scheduler.schedule() for replica in self.replicas]
+        scheduled = [self._scheduled(replica.scheduler) for replica in self.replicas]
         if any(scheduled):
             updates.extend(self._compute(scheduled))
         if not self.busy:
             self.check_integrity()
         return updates
 
+    def _scheduled(self, scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+        """What a replica computes next. The oldest can always go on; if nothing can, its accounts are wrong."""
+        plan = scheduler.schedule()
+        if not plan and scheduler.busy:
+            raise EngineError(
+                f"{len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait and none can go on: "
+                f"{scheduler.pool.in_use} of {scheduler.pool.blocks} KV blocks are in use; close the engine"
+            )
+        return plan
+
     def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
-            micro_batches=self.options.micro_batches if self.layout.pp > 1 else 1,
+            micro_batches=(self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1,
         )
         answers = self.executor.step(step)
         self._counts["steps"] += 1
@@ -336,6 +346,11 @@ class Engine:
         if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
             found["temporary_bytes"] = temporary
         found["drifts"] = len(self.drifts)
+        sums = [sums for rank in self.traffic() for sums in rank.values()]
+        found["comm_calls"] = sum(one.calls for one in sums)
+        found["comm_bytes"] = sum(one.sent for one in sums)
+        total = self.executor.seconds()
+        found["comm_share"] = sum(one.seconds for one in sums) / total if total > 0 else 0.0
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
@@ -389,7 +404,7 @@ def _together(reports: list[LoadReport]) -> LoadReport:
         seconds=seconds,
         bytes=size,
         bytes_per_second=size / seconds if seconds > 0 else 0.0,
-        tensors=max(one.tensors for one in reports),
+        read=frozenset().union(*(one.read for one in reports)),
         files=max(one.files for one in reports),
         warnings=tuple(dict.fromkeys(warning for one in reports for warning in one.warnings)),
         largest=max(one.largest for one in reports),

@@ -42,13 +42,19 @@ class LoadReport:
     seconds: float
     bytes: int
     bytes_per_second: float
-    tensors: int
+    read: frozenset[str]
+    """Names of the tensors of which something was read."""
     files: int
     warnings: tuple[str, ...] = ()
     largest: float = 0.0
     """Largest absolute value of any parameter."""
     io_share: float = 0.0
     """Part of the workers' time that went into bringing file pages into memory; the rest checks and converts."""
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were read."""
+        return len(self.read)
 
 
 class Loader:
@@ -107,7 +113,7 @@ class Loader:
             seconds=seconds,
             bytes=size,
             bytes_per_second=size / seconds if seconds > 0 else 0.0,
-            tensors=len(self._read),
+            read=frozenset(self._read),
             files=len(self.index.files),
             warnings=tuple(warnings),
             largest=self._largest,
