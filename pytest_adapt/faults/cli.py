@@ -67,7 +67,7 @@ def _prove(fault: Fault, precision: str) -> bool | None:
         return None
     cases = _run(fault, precision)
     red = [case for case in cases if case["status"] == "fail"]
-    if fault.site:
+    if fault.white_box:
         sites = [case["divergence"]["site"] for case in red if case["divergence"]]
         right = any(layer_of(site) == (fault.layer, fault.site) for site in sites)
         named = sites[0] if sites else "-"
@@ -92,8 +92,8 @@ def _run(fault: Fault, precision: str) -> list[dict[str, Any]]:
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--adapt-target=builtin"),
             *(f"--adapt-inject={fault.id}", f"--adapt-models={fault.models[0]}", f"--adapt-precisions={precision}"),
             f"--adapt-layouts={fault.layout}",
+            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and {fault.where or 'sites'}"),
             *((f"--adapt-contexts={','.join(map(str, fault.contexts))}",) if fault.contexts else ()),
-            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and {fault.test}"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         report = Path(folder) / "report.json"

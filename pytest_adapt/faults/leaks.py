@@ -1,4 +1,4 @@
-"""What goes wrong between requests: another's cache, input that is not checked, a state that drifts."""
+"""What goes wrong between requests: another's cache, blocks that do not come back, input that is not checked."""
 
 from __future__ import annotations
 
@@ -38,6 +38,37 @@ def _half_hashed(seams: Seams) -> None:
         return digests
 
     seams.wrap("prefix.digests", wrapper)
+
+
+def _kept_blocks(seams: Seams) -> None:
+    """Every fortieth block is not given back."""
+
+    def wrapper(original: Operation) -> Operation:
+        count = 0
+
+        def free(pool: Any, block: int) -> Any:
+            nonlocal count
+            count += 1
+            return None if count % 40 == 0 else original(pool, block)
+
+        return free
+
+    seams.wrap("pool.free", wrapper)
+
+
+def _repeated_token(seams: Seams) -> None:
+    """A preempted sequence comes back with its last token twice."""
+
+    def wrapper(original: Operation) -> Operation:
+        def preempt(scheduler: Any, sequence: Any) -> Any:
+            result = original(scheduler, sequence)
+            if 0 < sequence.generated < sequence.request.max_new_tokens:
+                sequence.known.append(sequence.known[-1])
+            return result
+
+        return preempt
+
+    seams.wrap("scheduler.preempt", wrapper)
 
 
 def _unchecked(seams: Seams, words: tuple[str, ...]) -> None:
@@ -96,7 +127,7 @@ def _entry(
     title: str,
     report: str,
     install: Any,
-    test: str,
+    where: str,
     says: str,
     suite: str = "stress",
     requirement: int = 102,
@@ -113,16 +144,16 @@ def _entry(
         install,
         observable="text",
         precisions=precisions,
-        test=test,
+        where=where,
         says=says,
     )
 
 
 FAULTS = (
     _entry(
-        "AT95",
-        "The cache of the request before is read",
-        "own, after LMCache#4385",
+        "AT14",
+        "Another request's cache is read",
+        "LMCache#4385",
         _anothers_cache,
         "each_of_32",
         "are the secret of",
@@ -136,6 +167,15 @@ FAULTS = (
         "shared_beginning",
         "are not its own",
         requirement=77,
+    ),
+    _entry("ME03", "Blocks that do not come back", "vllm-ascend#16662", _kept_blocks, "each_of_32", "KV block"),
+    _entry(
+        "SC10",
+        "A resumed request repeats its last token",
+        "tenstorrent/vllm#395",
+        _repeated_token,
+        "each_of_32",
+        "are not its own",
     ),
     _entry("SV09", "Unknown ids reach the model", "vllm#16529", _unchecked_ids, "abnormal", "index"),
     _entry("SV90", "Sampling values are not checked", "own", _unchecked_sampling, "abnormal", "was accepted"),

@@ -196,7 +196,7 @@ def _entry(
     install: Any,
     says: str,
     models: tuple[str, ...] = FULL,
-    test: str = _RECALL,
+    where: str = _RECALL,
     contexts: tuple[int, ...] = (4096,),
     requirement: int = 104,
 ) -> Fault:
@@ -210,7 +210,7 @@ def _entry(
         models,
         install,
         observable="text",
-        test=test,
+        where=where,
         says=says,
         contexts=contexts,
     )
@@ -288,7 +288,7 @@ FAULTS = (
         "own",
         _all_scores,
         "memory.exponent",
-        test="longest",
+        where="longest",
         contexts=(16384,),
         requirement=70,
     ),

@@ -66,14 +66,19 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
-    test: str = "sites"
-    """Part of the names of the suite's items that must turn red."""
     layout: str = "single"
     """Ranks on which it shows."""
+    where: str = ""
+    """Of a suite that is not white-box: words of the names of its tests that must be red."""
     says: str = ""
-    """Part of what such an item must say, where no site is named: it leads to the cause."""
+    """Part of what such a test must say: it leads to the cause."""
     contexts: tuple[int, ...] = ()
-    """Context lengths at which it shows; () for those of the profile."""
+    """Context lengths at which the fault shows; () for those of the profile."""
+
+    @property
+    def white_box(self) -> bool:
+        """Whether a site must be named; else a message (``says``)."""
+        return bool(self.site)
 
     @property
     def kind(self) -> str:

@@ -1,8 +1,7 @@
-"""SC and ME, and cached blocks under pressure: sequences that get each other's memory, or lose count."""
+"""Sequences that get each other's memory, or lose count of what they have computed."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from pytest_adapt.faults.registry import Fault, Operation, Seams
@@ -31,23 +30,6 @@ def _block_handed_out_again(seams: Seams) -> None:
     seams.wrap("pool.allocate", wrapper)
 
 
-def _found_under_another_key(seams: Seams) -> None:
-    """A page is found by its place and its first token, whatever else it and the pages before it hold."""
-
-    def wrapper(original: Operation) -> Operation:
-        def digests(prefix: Any, tokens: Any) -> list[bytes]:
-            count = len(original(prefix, tokens))
-            size = len(tokens) // count if count else 0
-            return [
-                hashlib.blake2b(f"{page} {tokens[page * size]}".encode(), digest_size=16).digest()
-                for page in range(count)
-            ]
-
-        return digests
-
-    seams.wrap("prefix.digests", wrapper)
-
-
 def _prompt_taken_for_computed(seams: Seams) -> None:
     """A request that comes back from a preemption is taken for one whose prompt is in the cache."""
 
@@ -60,20 +42,6 @@ def _prompt_taken_for_computed(seams: Seams) -> None:
         return advance
 
     seams.wrap("sequence.advance", wrapper)
-
-
-def _last_token_twice(seams: Seams) -> None:
-    """What a request drew in the step before its preemption is applied again when it comes back."""
-
-    def wrapper(original: Operation) -> Operation:
-        def preempt(scheduler: Any, sequence: Any) -> None:
-            original(scheduler, sequence)
-            if 0 < sequence.generated < sequence.request.max_new_tokens - 1:
-                sequence.known.append(sequence.known[-1])
-
-        return preempt
-
-    seams.wrap("scheduler.preempt", wrapper)
 
 
 def _prefills_taken_as_first(seams: Seams) -> None:
@@ -98,22 +66,6 @@ def _prefills_taken_as_first(seams: Seams) -> None:
         return step
 
     seams.wrap("executor.step", wrapper)
-
-
-def _abort_keeps_blocks(seams: Seams) -> None:
-    """The last block of a running request that is aborted never comes back, in an engine that does not count them."""
-
-    def wrapper(original: Operation) -> Operation:
-        def abort(scheduler: Any, request_id: str) -> Any:
-            for sequence in scheduler.running:
-                if sequence.request.id == request_id and sequence.table:
-                    scheduler.pool.share(sequence.table[-1])
-            return original(scheduler, request_id)
-
-        return abort
-
-    seams.wrap("scheduler.abort", wrapper)
-    seams.wrap("scheduler.check_integrity", lambda original: lambda scheduler: None)
 
 
 def _late_write_after_abort(seams: Seams) -> None:
@@ -146,18 +98,6 @@ def _late_write_after_abort(seams: Seams) -> None:
 
 FAULTS = (
     Fault(
-        "AT14",
-        "A page of another request is found",
-        "LMCache#4385",
-        69,
-        "stress",
-        "",
-        NEEDLE,
-        _found_under_another_key,
-        observable="text",
-        test="shared_beginning",
-    ),
-    Fault(
         "AT16",
         "A block is handed out while in use",
         "sglang#24226",
@@ -168,19 +108,8 @@ FAULTS = (
         _block_handed_out_again,
         observable="text",
         difficulty="hard",
-        test="keeps_its_secret",
-    ),
-    Fault(
-        "ME03",
-        "A block of an aborted request never comes back",
-        "vllm-ascend#16662",
-        102,
-        "stress",
-        "",
-        NEEDLE,
-        _abort_keeps_blocks,
-        observable="text",
-        test="aborted_requests",
+        where="each_of_32",
+        says="not its own",
     ),
     Fault(
         "ME06",
@@ -193,7 +122,8 @@ FAULTS = (
         _late_write_after_abort,
         observable="text",
         difficulty="hard",
-        test="aborted_requests",
+        where="aborted_requests",
+        says="not its own",
     ),
     Fault(
         "SC06",
@@ -206,20 +136,8 @@ FAULTS = (
         _prompt_taken_for_computed,
         observable="text",
         difficulty="hard",
-        test="keeps_its_secret",
-    ),
-    Fault(
-        "SC10",
-        "A token is applied twice around a preemption",
-        "own, after tenstorrent/vllm#395",
-        85,
-        "stress",
-        "",
-        NEEDLE,
-        _last_token_twice,
-        observable="text",
-        difficulty="hard",
-        test="keeps_its_secret",
+        where="each_of_32",
+        says="not its own",
     ),
     Fault(
         "SC12",
@@ -231,6 +149,7 @@ FAULTS = (
         NEEDLE,
         _prefills_taken_as_first,
         observable="text",
-        test="keeps_its_secret",
+        where="each_of_32",
+        says="not its own",
     ),
 )

@@ -131,6 +131,7 @@ class BuiltinTarget:
         from adapt_engine import EngineError
 
         engine, asked = self.engine, {request.id: request for request in requests}
+        self._aborts.clear()  # what was asked for before concerns no request of this run
         given: dict[str, float] = {}
         first: dict[str, float] = {}
         try:
@@ -154,7 +155,6 @@ class BuiltinTarget:
             raise TargetError(f"builtin: {error}") from error
         finally:
             engine.drop_all()
-            self._aborts.clear()
 
     def control(self, name: str, **arguments: Any) -> None:
         """``control("abort", id=...)``: end a request of the run in progress before its next step.

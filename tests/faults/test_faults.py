@@ -14,8 +14,7 @@ from pytest_adapt.target.protocol import Deployment, Request, Response
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
-# Those of no single value are in test_scheduling and test_service.
-FAULTS = tuple(fault for fault in catalogue().values() if fault.site)
+FAULTS = tuple(fault for fault in catalogue().values() if fault.white_box)
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 LENGTH = 80
 

@@ -95,7 +95,7 @@ def run(root: Path) -> Iterator[Callable[..., Judge]]:
 @pytest.mark.requirement(75, 77, 102, 104, 105)
 @pytest.mark.parametrize(("fault", "precision"), CASES, ids=lambda value: getattr(value, "id", value))
 def test_a_fault_is_caught_and_its_cause_is_said(run: Any, fault: Fault, precision: str) -> None:
-    (function,) = items(fault.suite, fault.test)
+    (function,) = items(fault.suite, fault.where)
     context = fault.contexts[0] if fault.contexts else 1024
     try:
         judge = run(function, fault.models[0], precision, context, fault.install)
@@ -110,7 +110,7 @@ def test_a_fault_is_caught_and_its_cause_is_said(run: Any, fault: Fault, precisi
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["needle-llama", "needle-mixtral"])
 def test_without_a_fault_nothing_is_red(run: Any, name: str, precision: str) -> None:
-    wanted = sorted({(fault.suite, fault.test) for fault in FAULTS})
+    wanted = sorted({(fault.suite, fault.where) for fault in FAULTS})
     assert len(wanted) >= 5
     for suite, words in wanted:
         (function,) = items(suite, words)
