@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelHandle"]
 
+_SEARCHED, _CANDIDATES = 4, 8
+
 
 class ModelHandle:
     """One model of the run. Catalogue models are written to disk on first use."""
@@ -138,7 +140,8 @@ class ModelHandle:
         """Every named prompt of the model."""
         from pytest_adapt.models.prompts import prompts_of
 
-        return prompts_of(self._described, self.directory)
+        found = prompts_of(self._described, self.directory)
+        return found if self.entry else {**_searched(self.directory, self.config), **found}
 
     @cached_property
     def _described(self) -> ModelEntry:
@@ -169,6 +172,28 @@ class ModelHandle:
             return sorted(self.directory.glob("*.safetensors"))
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [self.directory / name for name in sorted(set(names))]
+
+
+def _searched(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A short prompt at whose end routing is certain: in low precision no position of a random one may be.
+
+    Short, because the oracle runs once a candidate. Empty for a dense model, and for one that the oracle cannot read
+    (another reference may judge it).
+    """
+    from pytest_adapt.models.search import choice_of, of_oracle, search
+    from pytest_adapt.models.tokenizer import plain_ids
+    from pytest_adapt.oracle import Oracle, OracleError
+
+    if "num_experts_per_tok" not in config:
+        return {}
+    try:
+        run = of_oracle(Oracle(directory))
+        tokens = search(
+            run, choice_of(config), plain_ids(int(config["vocab_size"])), length=_SEARCHED, candidates=_CANDIDATES
+        ).tokens
+    except OracleError:
+        return {}
+    return {f"searched-{_SEARCHED}": tuple(tokens)}
 
 
 def _header(file: Path) -> Mapping[str, Any]:

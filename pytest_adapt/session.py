@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,7 @@ class Host:
         with contextlib.suppress(Exception):
             opened.watchdog.call(opened.target.close, _CLOSE_SECONDS, lambda: "the target to close")
         opened.watchdog.stop()
+        _return_memory()
 
     def _open_or_remember(self, deployment: Deployment) -> Opened:
         try:
@@ -471,6 +473,13 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _return_memory() -> None:
+    """Give freed pages back to the system: glibc keeps what a model took in the arena of the thread that loaded it, and
+    a run that opens a model ten times would hold it several times over."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _name(deployment: Deployment) -> str:
