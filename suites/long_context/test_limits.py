@@ -30,10 +30,10 @@ def test_the_longest_context_is_served_and_one_token_more_is_refused(target, mod
     judge.growth("memory.exponent", lengths, peaks, most=1, least=[length**2 for length in lengths])
     limit = target.limit
     edge = model.longest(limit)
-    beyond = served.generate(edge.tokens, 1, first_row=limit)
-    if beyond.error is None:  # the last token is never fed, so there was room; but not for a longer prompt
-        judge.recalled(edge.name, beyond, edge, reference.record(edge.name, edge.tokens))
-        beyond = served.generate(model.longest(limit + 1).tokens, 1, first_row=limit + 1)
+    response = served.generate(edge.tokens, 1, first_row=limit)
+    if response.error is None:  # the last token is never fed, so there may be room for it; then it must be right
+        judge.recalled(edge.name, response, edge, reference.record(edge.name, edge.tokens))
+    beyond = served.generate(model.longest(limit + 1).tokens, 1, first_row=limit + 1)
     judge.promise("refused", beyond.error is not None, f"a prompt of {limit + 1} tokens was accepted, {limit} may be")
     judge.promise("named", str(limit) in (beyond.error or ""), f"the refusal does not name {limit}: {beyond.error}")
 
