@@ -125,7 +125,9 @@ def case_from_json(text: str) -> CaseResult:
     raw["status"] = Status(raw["status"])
     raw["measurements"] = [Measurement(**one) for one in raw["measurements"]]
     raw["figures"] = [Figure(**{**one, "samples": tuple(one["samples"])}) for one in raw["figures"]]
-    raw["divergence"] = Divergence(**raw["divergence"]) if raw["divergence"] else None
+    if found := raw["divergence"]:
+        lists = {name: tuple(found[name]) for name in ("element", "ranks")}
+        raw["divergence"] = Divergence(**{**found, **lists})
     raw["requirements"] = tuple(raw["requirements"])
     return CaseResult(**{name.name: raw[name.name] for name in fields(CaseResult)})
 

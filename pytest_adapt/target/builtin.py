@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,12 @@ class BuiltinTarget:
         except CheckpointError as error:
             raise TargetError(f"builtin: {error}") from error
 
+    def _origin(self, replica: int) -> Callable[[str, int, tuple[int, ...], int | None], tuple[str, ...]] | None:
+        engine = self.engine
+        if engine is None or engine.layout.world == 1:
+            return None
+        return lambda site, position, element, expert: engine.locate(site, position, element, expert, replica)
+
     def _sequence(self, request: Request) -> SequenceRequest:
         from adapt_engine import SequenceRequest
 
@@ -232,6 +238,7 @@ class BuiltinTarget:
             cached_tokens=result.cached_tokens,
             seconds=result.seconds,
             drift=result.drift,
+            origin=self._origin(result.replica),
         )
         if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
             response.text = self.detokenize(result.tokens)

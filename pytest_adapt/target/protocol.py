@@ -9,7 +9,7 @@ This module imports nothing heavy: numpy arrays appear only in annotations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -141,6 +141,9 @@ class Response:
     """From the moment the target was given the request to its last token."""
     first_token_seconds: float | None = None
     """From the same moment to its first new token; None where that cannot be told (then it was not ``timed``)."""
+    origin: Callable[[str, int, tuple[int, ...], int | None], tuple[str, ...]] | None = None
+    """(site, position, index within the row, expert) -> names of the ranks where that element came about; None where
+    there is one rank, or the target cannot tell."""
     drift: tuple[str, ...] = ()
     """Copies of the same numbers on several ranks that differed, each in one line (site, ranks, how far)."""
 

@@ -23,7 +23,7 @@ from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
-from pytest_adapt.verdict.localise import compare_sites
+from pytest_adapt.verdict.localise import compare_sites, with_ranks
 from pytest_adapt.verdict.pooling import (
     Matches,
     cosine_gap,
@@ -151,7 +151,7 @@ class Judge:
             self.router,
         )
         self._done += report.measurements
-        self._found(report.divergence)
+        self._found(with_ranks(report.divergence, response))
 
     def recalled(self, prompt: str, response: Response, recall: Recall, record: Record) -> None:
         """An answer to a recall prompt, or to a beginning of it that ends with a question: numbers against the closed

@@ -75,6 +75,9 @@ class Measurement:
         return 0.0 if not self.value else float("inf")
 
 
+_RANKS = 4
+
+
 @dataclass(frozen=True)
 class Figure:
     """Something timed or weighed, every sample of it: an engineering reference of one machine and run."""
@@ -106,15 +109,19 @@ class Divergence:
     step: str = ""
     """prefill or decode, where it matters."""
     expert: int | None = None
-    rank: int | None = None
+    element: tuple[int, ...] = ()
+    """Index of it within the row of its position."""
+    ranks: tuple[str, ...] = ()
+    """Names of the ranks where it came about; empty on one rank, or where the target cannot tell."""
     note: str = ""
 
     def __str__(self) -> str:
         where = [self.site, f"position {self.position}"]
         if self.expert is not None:
             where.append(f"expert {self.expert}")
-        if self.rank is not None:
-            where.append(f"rank {self.rank}")
+        if self.ranks:
+            shown = self.ranks[:_RANKS] + (("...",) if len(self.ranks) > _RANKS else ())
+            where.append(" or ".join(shown))
         if self.step:
             where.append(self.step)
         error = f"(error {self.error:.3g}, budget {self.budget:.3g})"

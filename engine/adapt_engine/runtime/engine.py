@@ -25,6 +25,7 @@ from ..weights.loader import LoadReport
 from ..weights.shards import ShardPlan, check_cover
 from .assemble import Assembler, Drift
 from .executor import Executor, LocalExecutor
+from .locate import locate
 from .memory import RankMemory, check_memory
 from .plan import RankAnswer, SequencePlan, StepPlan
 from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
@@ -75,6 +76,7 @@ class Engine:
         self._turn = 0
         self._seen = 0
         self._open = True
+        self._served: dict[str, int] = {}
         self._ended: deque[SequenceResult] = deque()
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
 
@@ -174,7 +176,9 @@ class Engine:
             problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
-                self._assign().scheduler.submit(request)
+                replica = self._assign()
+                replica.scheduler.submit(request)
+                self._served[request.id] = self.replicas.index(replica)
                 return None
             except EngineError as refusal:
                 problem = str(refusal)
@@ -198,6 +202,7 @@ class Engine:
         for replica in self.replicas:
             replica.scheduler.drop_all()
         self._ended.clear()
+        self._served.clear()
 
     def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
         first, last = sequence.computed, sequence.computed + count
@@ -314,6 +319,7 @@ class Engine:
 
     def _result(self, sequence: Sequence) -> SequenceResult:
         seconds = time.perf_counter() - sequence.started if sequence.started else 0.0
+        replica = self._served.pop(sequence.request.id, 0)
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
         kept = _joined(sequence.logits) if sequence.logits else None
@@ -326,6 +332,7 @@ class Engine:
             cached_tokens=sequence.cached,
             seconds=seconds,
             preemptions=sequence.preemptions,
+            replica=replica,
             drift=tuple(str(drift) for drift in self.drifts[self._seen :]),
         )
 
@@ -356,6 +363,14 @@ class Engine:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
             found["prefix_query_tokens"] = sum(cache.queries for cache in caches)
         return found
+
+    def locate(
+        self, site: str, position: int, element: tuple[int, ...] = (), expert: int | None = None, replica: int = 0
+    ) -> tuple[str, ...]:
+        """Names of the ranks on which an element of a site came about (`adapt_engine.runtime.locate`)."""
+        plan = self._assembler.plan
+        ranks = locate(plan, self.options.page_size, site, position, element, expert, replica)
+        return tuple(plan.mesh.name(rank) for rank in ranks)
 
     @property
     def drifts(self) -> list[Drift]:

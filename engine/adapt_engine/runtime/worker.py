@@ -9,7 +9,7 @@ import torch
 
 from ..comm import Communicator
 from ..errors import EngineError
-from ..kernels import KernelRegistry, native, reference
+from ..kernels import KernelRegistry, native, reference, sdpa
 from ..kv.cache import PagedCache
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
@@ -59,7 +59,7 @@ class Worker:
     @classmethod
     def open(cls, directory: str | Path, plan: ShardPlan, options: EngineOptions, comm: Communicator) -> Worker:
         """Load this rank's part of a checkpoint. Raises CheckpointError or EngineError as `Engine.open` does."""
-        offers = reference.offers() + (native.offers() if options.native else [])
+        offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
         kernels = KernelRegistry(offers, DTYPES[options.precision], options.mode)
         loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
         report = loader.load()
