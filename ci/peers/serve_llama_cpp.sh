@@ -22,6 +22,6 @@ trap 'exit 143' INT TERM
 "$python" "$(dirname "$0")/to_gguf.py" "$model" "$work/model.gguf" --type "$type"
 "$python" -m llama_cpp.server --model "$work/model.gguf" --model_alias "$(basename "$model")" \
     --host 127.0.0.1 --port "$port" --n_ctx "$context" --n_threads 2 --logits_all true \
-    --type_k "$cache" --type_v "$cache" --flash_attn false --seed 0 --verbose false &
+    --type_k "$cache" --type_v "$cache" --flash_attn false --seed 0 --verbose false --interrupt_requests false &
 server=$!
 wait "$server"

@@ -92,16 +92,16 @@ def _unchecked_sampling(seams: Seams) -> None:
     _unchecked(seams, ("temperature", "top_p"))
 
 
-def _drifting_scale(seams: Seams) -> None:
-    """Attention's scale grows by a fiftieth once many steps have been run."""
+def _drifting_values(seams: Seams) -> None:
+    """Values are read a tenth too large once many steps have been run."""
 
     def wrapper(original: Operation) -> Operation:
         count = 0
 
-        def attention(*arguments: Any, **named: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
             nonlocal count
             count += 1
-            return original(*arguments, **{**named, "scale": named["scale"] * (1.02 if count > 600 else 1.0)})
+            return original(q, k, v * 1.1 if count > 600 else v, **named)
 
         return attention
 
@@ -181,9 +181,9 @@ FAULTS = (
     _entry("SV90", "Sampling values are not checked", "own", _unchecked_sampling, "abnormal", "was accepted"),
     _entry(
         "SC91",
-        "Attention's scale drifts with use",
+        "Values drift with use",
         "own, after kekzl/imp#89",
-        _drifting_scale,
+        _drifting_values,
         "before_and_after",
         "after against before",
     ),

@@ -15,7 +15,7 @@ def test_abnormal_requests_between_good_ones_are_refused(target, model, precisio
     """Each abnormal request gets an error, its neighbours their own answers."""
     crowded = target.with_pool(1024)
     before = crowded.stats()
-    walks = model.walks(24, shortest=48, longest=448)
+    walks = model.walks(22, shortest=48, longest=448)
     abnormal = abnormal_requests(walks[0].tokens, model.vocab_size, crowded.limit)
     good = [Request(walk.name, walk.tokens, TOKENS) for walk in walks]
     mixed = [request for pair in zip(good[::2], abnormal.values(), good[1::2], strict=True) for request in pair]

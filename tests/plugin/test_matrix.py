@@ -261,3 +261,41 @@ def test_a_profile_may_cap_prompts_and_a_short_limit_cuts_one(folder: Folder, wr
     args = ("--adapt-target=py:targets:Echo", "--adapt-profile=smoke", "--adapt-models=tiny", "--adapt-contexts=24")
     result = folder.run_subprocess("-p", "capped", *args, "test_mine.py")
     assert result.ret == 0, result.stdout.str()
+
+
+@pytest.mark.requirement(104)
+def test_needle_models_are_left_to_the_tests_that_name_them(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        def test_usual(model): pass
+        @pytest.mark.adapt(classes="needle")
+        def test_apart(model, context_length): assert len(model.recalls(context_length)) == 2
+        @pytest.mark.adapt(classes="any")
+        def test_any(model): pass
+        """
+    )
+    models = "--adapt-models=needle-llama,qwen3-moe-odd"
+    folder.run("Echo", models, "--adapt-profile=day0", "--adapt-precisions=fp32", "test_mine.py")
+    assert set(folder.statuses()) == {
+        "test_mine.py::test_usual[qwen3-moe-odd]",
+        "test_mine.py::test_apart[needle-llama-1024]",
+        "test_mine.py::test_apart[needle-llama-4096]",
+        "test_mine.py::test_apart[needle-llama-16384]",
+        "test_mine.py::test_any[needle-llama]",
+        "test_mine.py::test_any[qwen3-moe-odd]",
+    }
+
+
+def test_the_plan_counts_recall_prompts(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(classes="needle", contexts=1024)
+        def test_apart(target, model, context_length): pass
+        """
+    )
+    arguments = ("--adapt-plan", "--adapt-models=needle-llama", "--adapt-precisions=fp32", "--adapt-profile=day0")
+    result = folder.run("Echo", *arguments, "test_mine.py")
+    # 1024 + 2 tokens, 32 questions with their answers and 4 rulers; and 1024 + 2 with the questions inside.
+    assert f"1 cases, 1 deployments, about 2 requests, {1094 + 1026} tokens" in result.stdout.str()

@@ -159,3 +159,24 @@ def test_works_with_warnings_as_errors_and_without_a_terminal(folder: Folder, wr
     result = folder.run("Echo", "-W", "error", "-p", "no:terminal", "test_mine.py")
     assert result.ret == 1
     assert len(folder.statuses()) == 6
+
+
+@pytest.mark.requirement(105)
+def test_figures_reach_the_report_with_every_sample(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(precisions="fp32")
+        def test_it(target, model, judge, stopwatch):
+            rounds = stopwatch.load(target, {"a": (5, 6, 7), "b": (8, 9, 10)}, 4, rounds=2)
+            judge.promise("answers", all(len(one.answers) == 2 for one in rounds))
+            judge.timed("3 in / 4 out / batch 2", rounds)
+        """
+    )
+    result = folder.run("Echo", "test_mine.py")
+    assert result.ret == 0
+    report = json.loads((folder.path / ".adapt" / "report" / "report.json").read_text())
+    (case,) = report["cases"]
+    (figure,) = [one for one in case["figures"] if one["name"] == "throughput"]
+    assert (figure["load"], figure["unit"], len(figure["samples"])) == ("3 in / 4 out / batch 2", "tokens/s", 2)
+    assert "engineering reference: qwen3-moe-odd single fp32, 3 in / 4 out / batch 2: throughput" in result.stdout.str()
