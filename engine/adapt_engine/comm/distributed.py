@@ -220,7 +220,7 @@ class DistributedCommunicator(Communicator):
         if payload is None:
             work, payload = self._listen(call, peer, _rest_tag(kind, head.number), head.nbytes)
             self._wait(work, call, peer)
-        if zlib.crc32(memoryview(payload.numpy())) != head.checksum:
+        if zlib.crc32(payload.numpy().data) != head.checksum:
             raise EngineError(f"{self.name}: {call}: a message of {other} is damaged: checksum of its tensor")
         return payload.view(head.torch_dtype).reshape(head.shape)
 
@@ -260,7 +260,7 @@ class DistributedCommunicator(Communicator):
 def _bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """uint8 [nbytes] and its CRC-32."""
     payload = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return payload, zlib.crc32(memoryview(payload.numpy()))
+    return payload, zlib.crc32(payload.numpy().data)
 
 
 def _signature(call: Call) -> str:

@@ -111,7 +111,7 @@ class Nursery:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The process: ``SOCKET MODULE ...``; returns when the controller's end of SOCKET closes."""
+    """The process: ``SOCKET MODULE ...``; ends it when the controller's end of SOCKET closes."""
     control = socket.socket(fileno=int(arguments[0]))
     importlib.import_module("adapt_engine.runtime.rank")  # torch and the engine, once for all ranks
 
@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> None:
         pass
     finally:
         _end(children, list(children))
+    os._exit(0)  # nothing is left to be tidied, and tidying up torch takes time
 
 
 def _fork(

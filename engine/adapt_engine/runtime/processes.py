@@ -154,9 +154,9 @@ class ProcessExecutor(Executor):
             try:
                 self._connections[rank].send_bytes(message)
             except BlockingIOError:
-                raise self._silent(rank)
+                raise self._silent(rank) from None
             except OSError:
-                raise self._dead(rank, range(len(self.pids)))
+                raise self._dead(rank, range(len(self.pids))) from None
 
     def _hear(self, kind: type[M]) -> list[M]:
         """One message of every rank, in their order."""
@@ -178,11 +178,12 @@ class ProcessExecutor(Executor):
         try:
             message = loads(self._connections[rank].recv_bytes())
         except BlockingIOError:
-            raise self._silent(rank)
+            raise self._silent(rank) from None
         except Garbage as problem:
-            raise self._fail(rank, f"sent {problem}, {watch.around(self._mesh, self._sights(), rank, unfinished)}")
+            where = watch.around(self._mesh, self._sights(), rank, unfinished)
+            raise self._fail(rank, f"sent {problem}, {where}") from None
         except (EOFError, OSError):
-            raise self._dead(rank, unfinished)
+            raise self._dead(rank, unfinished) from None
         if isinstance(message, kind):
             return message
         if not isinstance(message, Failed):
