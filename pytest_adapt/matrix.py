@@ -368,7 +368,7 @@ def github_jobs(matrix: Matrix) -> str:
     """JSON of a GitHub Actions matrix: one job per model and precision, each with the arguments that select it."""
     jobs = []
     fixed = matrix.settings.arguments(without=("models", "precisions"))
-    for model, precision in dict.fromkeys((row[0], row[2]) for row in matrix.rows):
+    for model, precision in dict.fromkeys((row[0], row[2]) for row in matrix.every_row):
         directory = matrix.models[model].directory
         arguments = [*fixed, f"--adapt-models={directory or model}", f"--adapt-precisions={precision}"]
         jobs.append(

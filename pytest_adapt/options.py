@@ -18,7 +18,6 @@ import pytest
 
 from pytest_adapt.layout import LayoutError
 from pytest_adapt.stash import WHOLE
-from pytest_adapt.strategies import expand
 
 __all__ = [
     "OPTIONS",
@@ -316,6 +315,10 @@ def _spelling(option: Option, source: str) -> str:
 
 
 def _layouts(words: tuple[str, ...]) -> tuple[str, ...]:
+    if not words:
+        return ()
+    from pytest_adapt.strategies import expand
+
     try:
         return expand(words)
     except LayoutError as error:

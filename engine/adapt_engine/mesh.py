@@ -6,7 +6,6 @@ etp, etp innermost (parallel folding: Liu et al. 2025, "MoE Parallel Folding").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .layout import Layout
@@ -89,10 +88,6 @@ class Mesh:
         """The rank at these attention coordinates."""
         size = self.layout
         return self.places[((pp * size.dp + dp) * size.sp + sp) * size.tp + tp]
-
-    def stage(self, pp: int) -> Iterator[Place]:
-        """Ranks of one pipeline stage, in order."""
-        return (place for place in self.places if place.pp == pp)
 
     def name(self, rank: int) -> str:
         """``rank 3 (pp1 tp1)``: coordinates along the axes that are split."""

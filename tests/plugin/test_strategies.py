@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pytest_adapt.layout import LayoutError, parse
-from pytest_adapt.matrix import PROFILES, Mark, make_matrix
+from pytest_adapt.matrix import PROFILES, Mark, github_jobs, make_matrix
 from pytest_adapt.models import catalogue
 from pytest_adapt.options import Settings
 from pytest_adapt.strategies import expand, fits, planned, strategies
@@ -73,6 +75,13 @@ def test_a_server_is_asked_for_the_axes_that_its_command_has() -> None:
     assert rows(command) == {("qwen3-moe-aligned", "tp2")}
     assert rows(command + " -pp {pp}") == {("qwen3-moe-aligned", "tp2"), ("qwen3-moe-aligned", "pp2")}
     assert rows("cmd:serve {model} --port {port}") == set()
+
+
+@pytest.mark.requirement(43)
+def test_a_matrix_of_jobs_has_the_models_of_the_layouts() -> None:
+    jobs = json.loads(github_jobs(make_matrix(settings(), resolve("builtin"))))["include"]
+    wide = [job for job in jobs if job["model"] == "qwen3-moe-wide"]
+    assert [job["precision"] for job in wide] == ["fp32", "bf16"]
 
 
 @pytest.mark.requirement(43)

@@ -4,8 +4,8 @@ The thread that holds the baton runs until it must wait for others, then hands i
 in rank order. What happens is therefore a function of the program alone. When no rank can go on, that is a
 deadlock and is reported at once, with what every rank did last; nothing ever waits for a timeout.
 
-Each rank has a clock of its own: it advances while the rank holds the baton, and members of a group leave a
-collective at the latest of their arrival times. Clocks tell how long ranks would wait for each other if each had
+Each rank has a clock of its own: it advances by the processor time that the rank takes, and members of a group leave
+a collective at the latest of their arrival times. Clocks tell how long ranks would wait for each other if each had
 a processor of its own (Lamport 1978).
 """
 
@@ -102,7 +102,7 @@ class VirtualWorld:
 
     def _body(self, rank: int, task: Callable[[int], T], results: dict[int, T]) -> None:
         self._turns[rank].acquire()
-        self._marks[rank] = time.perf_counter()
+        self._marks[rank] = time.thread_time()
         try:
             if self._failure is None:
                 results[rank] = task(rank)
@@ -164,7 +164,7 @@ class VirtualWorld:
         self._states = [_READY if state == _WAITING else state for state in self._states]
 
     def _tick(self, rank: int) -> None:
-        now = time.perf_counter()
+        now = time.thread_time()
         self.clocks[rank] += now - self._marks[rank]
         self.busy[rank] += now - self._marks[rank]
         self._marks[rank] = now
@@ -173,7 +173,7 @@ class VirtualWorld:
         self._states[rank] = _WAITING
         self._pass_on(rank)
         self._turns[rank].acquire()
-        self._marks[rank] = time.perf_counter()
+        self._marks[rank] = time.thread_time()
         if self._failure is not None:
             raise _Stopped
 

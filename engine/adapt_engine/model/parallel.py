@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ..comm import Communicator, SoloCommunicator
-from ..config import ModelSpec
+from ..comm import Communicator
 from ..kernels import Ops
-from ..layout import Layout, span
-from ..mesh import Mesh
+from ..layout import span
 from ..weights.shards import ShardPlan
 
 __all__ = ["Parallel"]
@@ -30,11 +28,6 @@ class Parallel:
         self.sp = mesh.group("sp", rank)
         self.pp = mesh.group("pp", rank)
         self.expert = mesh.group("expert", rank)
-
-    @classmethod
-    def alone(cls, spec: ModelSpec) -> Parallel:
-        """One rank that holds everything."""
-        return cls(ShardPlan(spec, Mesh(Layout())), SoloCommunicator())
 
     @property
     def first_stage(self) -> bool:

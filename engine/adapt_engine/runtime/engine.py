@@ -245,7 +245,7 @@ class Engine:
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
-            micro_batches=self.options.micro_batches if self.layout.pp > 1 else 1,
+            micro_batches=(self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1,
         )
         answers = self.executor.step(step)
         self._counts["steps"] += 1
@@ -348,6 +348,11 @@ class Engine:
         if (temporary := max((rank.temporary or 0 for rank in ranks), default=0)) > 0:
             found["temporary_bytes"] = temporary
         found["drifts"] = len(self.drifts)
+        sums = [sums for rank in self.traffic() for sums in rank.values()]
+        found["comm_calls"] = sum(one.calls for one in sums)
+        found["comm_bytes"] = sum(one.sent for one in sums)
+        total = self.executor.seconds()
+        found["comm_share"] = sum(one.seconds for one in sums) / total if total > 0 else 0.0
         caches = [replica.prefix for replica in self.replicas if replica.prefix is not None]
         if caches:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)

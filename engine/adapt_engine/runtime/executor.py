@@ -58,6 +58,10 @@ class Executor(ABC):
         """For each rank, (op, axis of the group) -> sums since the engine was opened."""
 
     @abstractmethod
+    def seconds(self) -> float:
+        """Time of all ranks together that steps have taken since the engine was opened; 0 where there is one rank."""
+
+    @abstractmethod
     def bubble(self) -> float:
         """Share of the ranks' time since the engine was opened in which they did not compute."""
 
@@ -106,6 +110,9 @@ class LocalExecutor(Executor):
 
     def traffic(self) -> list[dict[tuple[str, str], Traffic]]:
         return [worker.comm.ledger.traffic() for worker in self.workers]
+
+    def seconds(self) -> float:
+        return sum(self.world.clocks) if self.world is not None else 0.0
 
     def bubble(self) -> float:
         if self.world is None or not max(self.world.clocks):

@@ -72,8 +72,8 @@ class EngineOptions:
     """Shell patterns of site names to record (``layer.*.attn.out``)."""
     layout: str = "single"
     """Ranks and what they share, as `adapt_engine.layout` writes it (``tp2.pp2``)."""
-    micro_batches: int = 1
-    """Parts into which pipeline stages cut the sequences of a step."""
+    micro_batches: int = 0
+    """Parts into which pipeline stages cut the sequences of a step; 0: as many as there are stages."""
     placement: tuple[int, ...] = ()
     """ep rank of each expert; () divides them in runs."""
     communicator: str = "virtual"
@@ -99,7 +99,7 @@ class EngineOptions:
             ("max_waiting", 0),
             ("threads", 0),
             ("memory_limit", 0),
-            ("micro_batches", 1),
+            ("micro_batches", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
