@@ -94,6 +94,9 @@ class ProcessExecutor(Executor):
     def traffic(self) -> list[dict[tuple[str, str], Traffic]]:
         return [state.traffic for state in self._states]
 
+    def seconds(self) -> float:
+        return sum(state.wall for state in self._states) if len(self._states) > 1 else 0.0
+
     def bubble(self) -> float:
         longest = max(state.wall for state in self._states)
         busy = sum(state.wall - state.waited for state in self._states)
