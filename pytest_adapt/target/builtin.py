@@ -1,5 +1,7 @@
 """``builtin``: the engine of the `adapt-engine` distribution, in this process; shows everything it computes.
 
+``builtin[communicator=gloo]``, or the feature ``processes``, gives each rank of a layout a process of its own.
+
 The only module of the judge that imports the engine. `BuiltinTarget.engine` is the opened engine, whose seams
 (kernel registry, cache, pool, scheduler) faults are installed at.
 """
@@ -35,6 +37,7 @@ _FEATURES = {
     "preemption": (0, 1),
     "prefill_chunk": (0, 1, 7, 16, 64, 512),
     "prefix_cache": (0, 1),
+    "processes": (0, 1),
     "step_tokens": (0, 7, 16, 64),
 }
 _ROWS = frozenset({"logits", "score", "topk"})
@@ -46,6 +49,9 @@ class BuiltinTarget:
     def __init__(self, argument: str, settings: TargetSettings) -> None:
         if argument:
             raise TargetError(f"target builtin:{argument}: nothing may follow the name; write builtin")
+        communicator = settings.options.get("communicator", "virtual")
+        if communicator not in ("virtual", "gloo"):
+            raise TargetError(f"target builtin: communicator {communicator!r} is not one of virtual, gloo")
         self._settings = settings
         self._deployment = Deployment("")
         self._eos: frozenset[int] = frozenset()
@@ -70,6 +76,9 @@ class BuiltinTarget:
 
         threads = fair_threads()
         native = bool(deployment.feature("native", 1))
+        gloo = bool(deployment.feature("processes", int(self._settings.options.get("communicator") == "gloo")))
+        if gloo and self.seams.installed:
+            raise UnsupportedDeployment("ranks in processes: faults are put into this process; use virtual ranks")
         try:
             options = EngineOptions(
                 precision=deployment.precision,
@@ -87,6 +96,7 @@ class BuiltinTarget:
                 seed=deployment.seed,
                 taps=deployment.taps,
                 layout=deployment.layout,
+                communicator="gloo" if gloo else "virtual",
             )
             self.seams.before_open()
             self.engine = Engine.open(deployment.model, options)
@@ -112,7 +122,7 @@ class BuiltinTarget:
                 "torch": torch.__version__,
                 "threads": str(threads),
                 "mode": self._settings.mode,
-                "ranks": str(self.engine.layout.world),
+                "ranks": f"{self.engine.layout.world} {'processes' if gloo else 'virtual'}",
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
             },
             load={
@@ -184,7 +194,9 @@ class BuiltinTarget:
         return {} if self.engine is None else self.engine.stats()
 
     def peak_memory(self, reset: bool = False) -> int | None:
-        """Largest resident size of this process since the last reset, in bytes."""
+        """Largest resident size of this process since the last reset, in bytes; None where ranks have their own."""
+        if self.engine is not None and self.engine.options.communicator == "gloo":
+            return None
         return own_peak(reset)
 
     def _tokenizer(self) -> Tokenizer:

@@ -208,6 +208,7 @@ def builtin_registry() -> Registry:
                 "page_size": (0, 5),
                 "preemption": (0, 1),
                 "prefix_cache": (0, 1),
+                "processes": (0, 1),
                 "step_tokens": (0, 7, 16, 64),
             },
             observables=everything,
@@ -215,6 +216,7 @@ def builtin_registry() -> Registry:
         ),
         requires=("adapt_engine", "torch"),
         install="pip install 'pytest-adapt[engine]' (from a checkout: pip install . ./engine)",
+        options=("communicator",),
         usage="builtin",
     )
     registry.register(

@@ -68,6 +68,11 @@ class BuiltinSeams:
         self._operations.clear()
         self._methods.clear()
 
+    @property
+    def installed(self) -> bool:
+        """Whether anything is to be replaced."""
+        return bool(self._operations or self._methods)
+
     def layer(self) -> int | None:
         """See `pytest_adapt.faults.Seams`."""
         return None if self._engine is None else self._engine.executor.running[1]

@@ -20,14 +20,16 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(materialise("qwen3-moe-wide", tmp_path_factory.mktemp("models")))
 
 
-def run(model: str, layout: str, seam: str = "", wrapper: Callable[[Any], Any] | None = None) -> list[Response]:
+def run(
+    model: str, layout: str, seam: str = "", wrapper: Callable[[Any], Any] | None = None, spec: str = "builtin"
+) -> list[Response]:
     """One short prompt on a layout (a second replica has nothing to do), with one seam replaced."""
-    target = resolve("builtin").create()
+    target = resolve(spec).create()
     if wrapper is not None:
         target.seams.wrap(seam, wrapper)
     try:
-        target.open(Deployment(model, layout, max_context=64))
-        return list(target.run([Request("0", tuple(range(3, 23)), 3)]))
+        target.open(Deployment(model, layout, max_context=64, taps=("layer.*.residual",)))
+        return list(target.run([Request("0", tuple(range(3, 23)), 3, want=frozenset({"taps", "logits"}))]))
     finally:
         target.close()
 
@@ -36,6 +38,25 @@ def run(model: str, layout: str, seam: str = "", wrapper: Callable[[Any], Any] |
 def test_a_layout_that_the_model_cannot_take_is_declined_with_the_nearest_ones(wide: str) -> None:
     with pytest.raises(UnsupportedDeployment, match="8 query heads do not divide by 3; nearest legal: tp2, tp4"):
         run(wide, "tp3")
+
+
+@pytest.mark.requirement(44)
+def test_ranks_in_processes_answer_like_virtual_ones(wide: str) -> None:
+    (virtual,), (gloo,) = run(wide, "tp2"), run(wide, "tp2", spec="builtin[communicator=gloo]")
+    assert gloo.tokens == virtual.tokens
+    assert gloo.logits is not None and gloo.taps is not None and virtual.taps is not None
+    assert (gloo.logits == virtual.logits).all()
+    assert {site: (rows == virtual.taps[site]).all() for site, rows in gloo.taps.items()} == dict.fromkeys(
+        virtual.taps, True
+    )
+
+
+@pytest.mark.requirement(44)
+def test_ranks_in_processes_say_what_they_cannot_do(wide: str) -> None:
+    with pytest.raises(UnsupportedDeployment, match="faults are put into this process; use virtual ranks"):
+        run(wide, "tp2", "comm.send", losing, spec="builtin[communicator=gloo]")
+    with pytest.raises(TargetError, match="communicator 'nccl' is not one of virtual, gloo"):
+        run(wide, "tp2", spec="builtin[communicator=nccl]")
 
 
 def skipping_when_idle(original: Any) -> Any:

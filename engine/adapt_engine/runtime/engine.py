@@ -27,7 +27,9 @@ from .assemble import Assembler, Drift
 from .executor import Executor, LocalExecutor
 from .locate import locate
 from .memory import RankMemory, check_memory
+from .nursery import Nursery
 from .plan import RankAnswer, SequencePlan, StepPlan
+from .processes import ProcessExecutor
 from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
@@ -98,8 +100,10 @@ class Engine:
         return self.replicas[0].prefix
 
     @classmethod
-    def open(cls, directory: str | Path, options: EngineOptions | None = None) -> Engine:
-        """Load the checkpoint in ``directory``.
+    def open(
+        cls, directory: str | Path, options: EngineOptions | None = None, *, nursery: Nursery | None = None
+    ) -> Engine:
+        """Load the checkpoint in ``directory``. Processes of ranks come from ``nursery``, or from an own one.
 
         Raises CheckpointError (file and tensor or key named) where it cannot be trusted or computed, EngineError
         for options that cannot be met.
@@ -111,11 +115,19 @@ class Engine:
         if options.threads:
             torch.set_num_threads(options.threads)
         try:
-            executor = LocalExecutor(directory, plan, options)
+            executor: Executor = (
+                ProcessExecutor(directory, plan, options, nursery)
+                if options.communicator == "gloo"
+                else LocalExecutor(directory, plan, options)
+            )
         except OSError as problem:
             raise CheckpointError(f"{problem.filename or directory}: cannot be read ({problem.strerror})") from None
-        check_cover(spec, executor.placed())
-        return cls(plan, options, executor)
+        try:
+            check_cover(spec, executor.placed())
+            return cls(plan, options, executor)
+        except BaseException:
+            executor.close()
+            raise
 
     def kernels(self) -> dict[str, str]:
         """op -> implementation in use (``native-avx512``, ``reference``)."""

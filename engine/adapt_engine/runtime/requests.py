@@ -76,10 +76,19 @@ class EngineOptions:
     """Parts into which pipeline stages cut the sequences of a step; 0: as many as there are stages."""
     placement: tuple[int, ...] = ()
     """ep rank of each expert; () divides them in runs."""
+    communicator: str = "virtual"
+    """virtual: all ranks in this process, in turn. gloo: a process for each rank, connected by torch.distributed."""
+    timeout: float = 30.0
+    """Seconds after which a rank process that shows no sign of life, or ranks that wait for one another, count as
+    stuck. A rank that computes may take longer."""
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
             raise EngineError(f"option precision: {self.precision!r} is not one of {', '.join(DTYPES)}")
+        if self.communicator not in ("virtual", "gloo"):
+            raise EngineError(f"option communicator: {self.communicator!r} is not one of virtual, gloo")
+        if not _number(self.timeout) or self.timeout < 1:
+            raise EngineError(f"option timeout: {self.timeout!r} must be a number of at least 1 (seconds)")
         for name, low in (
             ("max_context", 1),
             ("kv_tokens", 0),

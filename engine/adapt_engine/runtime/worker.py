@@ -23,7 +23,13 @@ from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pac
 from .requests import DTYPES, EngineOptions
 from .taps import TapRecorder
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "kernels_of"]
+
+
+def kernels_of(options: EngineOptions) -> KernelRegistry:
+    """The ops that these options ask for. Raises EngineError where a mode needs what no kernel has."""
+    offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
+    return KernelRegistry(offers, DTYPES[options.precision], options.mode)
 
 
 class Worker:
@@ -59,8 +65,7 @@ class Worker:
     @classmethod
     def open(cls, directory: str | Path, plan: ShardPlan, options: EngineOptions, comm: Communicator) -> Worker:
         """Load this rank's part of a checkpoint. Raises CheckpointError or EngineError as `Engine.open` does."""
-        offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
-        kernels = KernelRegistry(offers, DTYPES[options.precision], options.mode)
+        kernels = kernels_of(options)
         loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
         report = loader.load()
         return cls(plan, options, comm, loader, report, kernels)
