@@ -43,7 +43,7 @@ class Nursery:
     Raises EngineError where the process does not come up within ``start_timeout`` seconds.
     """
 
-    def __init__(self, preload: Sequence[str] = (), start_timeout: float = 120.0) -> None:
+    def __init__(self, preload: Sequence[str] = (), start_timeout: float = 300.0) -> None:
         self._socket, theirs = socket.socketpair()
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _CODE, str(package), str(theirs.fileno()), *preload]
