@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     module, _ = COMMANDS[arguments[0]]
     try:
         result = importlib.import_module(module).main(list(arguments[1:]))
+    except BrokenPipeError:  # whoever read has seen enough (| head)
+        # What is left in the buffer has no reader either, and the interpreter would complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:  # a full disk, a directory that may not be written, a file where one should be
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from pytest_adapt.session import OpenTarget
     from pytest_adapt.target.protocol import Deployment
 
-__all__ = ["context_length", "deployment", "judge", "layout", "model", "precision", "reference", "target"]
+__all__ = [
+    "context_length",
+    "deployment",
+    "judge",
+    "layout",
+    "model",
+    "precision",
+    "reference",
+    "stopwatch",
+    "target",
+]
 
 
 def _runner(request: pytest.FixtureRequest) -> Runner:
@@ -86,3 +96,13 @@ def judge(request: pytest.FixtureRequest, precision: str) -> Any:
     """Collects comparisons and derives budgets; its verdict is taken when the test function returns."""
     info = request.getfixturevalue("target").info if "target" in request.fixturenames else None
     return _runner(request).judge(request.node, precision, info)
+
+
+@pytest.fixture
+def stopwatch(request: pytest.FixtureRequest) -> Any:
+    """Times loads: ``stopwatch.load(target, prompts, new)``; through pytest-benchmark where that is installed."""
+    from pytest_adapt.perf.timing import Stopwatch
+
+    _runner(request)
+    found = request.getfixturevalue("benchmark") if request.config.pluginmanager.hasplugin("benchmark") else None
+    return Stopwatch(found if getattr(found, "enabled", False) else None)

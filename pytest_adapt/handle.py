@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelHandle"]
 
+_SEARCHED, _CANDIDATES = 4, 8
+
 
 class ModelHandle:
     """One model of the run. Catalogue models are written to disk on first use."""
@@ -99,6 +101,14 @@ class ModelHandle:
 
         return walks(self._closed(), count, shortest=shortest, longest=longest, seed=seed)
 
+    def load(self, count: int, length: int) -> dict[str, tuple[int, ...]]:
+        """``count`` prompts of exactly ``length`` ordinary tokens, to be timed with."""
+        from pytest_adapt.models.prompts import random_tokens
+
+        entry = self._described
+        keys = [f"load-{number}" for number in range(count)]
+        return {key: random_tokens(entry, self.directory, f"{key}-{length}", length) for key in keys}
+
     def longest(self, length: int) -> Recall:
         """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
         from pytest_adapt.models.recall import longest
@@ -128,10 +138,17 @@ class ModelHandle:
     @cached_property
     def all_prompts(self) -> Mapping[str, tuple[int, ...]]:
         """Every named prompt of the model."""
-        from pytest_adapt.models import ModelEntry
         from pytest_adapt.models.prompts import prompts_of
 
-        entry = self.entry or ModelEntry(
+        found = prompts_of(self._described, self.directory)
+        return found if self.entry else {**_searched(self.directory, self.config), **found}
+
+    @cached_property
+    def _described(self) -> ModelEntry:
+        """The catalogue's entry, or one that describes a directory."""
+        from pytest_adapt.models import ModelEntry
+
+        return self.entry or ModelEntry(
             # A fixed name: copies of one checkpoint get the same prompts.
             name="directory",
             family=str(self.config.get("model_type", "")),
@@ -143,7 +160,6 @@ class ModelHandle:
             precisions=self._model.precisions,
             must_pass=(),
         )
-        return prompts_of(entry, self.directory)
 
     def _closed(self) -> ModelEntry:
         if self.entry is None or self.entry.kind != "needle":
@@ -156,6 +172,28 @@ class ModelHandle:
             return sorted(self.directory.glob("*.safetensors"))
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [self.directory / name for name in sorted(set(names))]
+
+
+def _searched(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A short prompt at whose end routing is certain: in low precision no position of a random one may be.
+
+    Short, because the oracle runs once a candidate. Empty for a dense model, and for one that the oracle cannot read
+    (another reference may judge it).
+    """
+    from pytest_adapt.models.search import choice_of, of_oracle, search
+    from pytest_adapt.models.tokenizer import plain_ids
+    from pytest_adapt.oracle import Oracle, OracleError
+
+    if "num_experts_per_tok" not in config:
+        return {}
+    try:
+        run = of_oracle(Oracle(directory))
+        tokens = search(
+            run, choice_of(config), plain_ids(int(config["vocab_size"])), length=_SEARCHED, candidates=_CANDIDATES
+        ).tokens
+    except OracleError:
+        return {}
+    return {f"searched-{_SEARCHED}": tuple(tokens)}
 
 
 def _header(file: Path) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.matrix import Cell, Mark
-from pytest_adapt.verdict.result import CaseResult, Divergence, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Measurement, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CASE", "FIXTURES", "ItemState", "case_from_json", "case_to_json", "peak_bytes", "uses_fixtures"]
 
-FIXTURES = ("model", "layout", "precision", "context_length", "deployment", "target", "reference", "judge")
+FIXTURES = ("model", "layout", "precision", "context_length", "deployment", "target", "reference", "judge", "stopwatch")
 
 
 CASE = "adapt_case"
@@ -89,6 +89,7 @@ class ItemState:
             observable="+".join(name for name in ("taps", "logits", "score", "topk", "text") if name in used),
             reason=self.reason,
             measurements=list(getattr(judge, "measurements", ())),
+            figures=list(getattr(judge, "figures", ())),
             divergence=divergence,
             requirements=self.requirements,
             seconds=self.seconds,
@@ -123,7 +124,10 @@ def case_from_json(text: str) -> CaseResult:
     raw = json.loads(text)
     raw["status"] = Status(raw["status"])
     raw["measurements"] = [Measurement(**one) for one in raw["measurements"]]
-    raw["divergence"] = Divergence(**raw["divergence"]) if raw["divergence"] else None
+    raw["figures"] = [Figure(**{**one, "samples": tuple(one["samples"])}) for one in raw["figures"]]
+    if found := raw["divergence"]:
+        lists = {name: tuple(found[name]) for name in ("element", "ranks")}
+        raw["divergence"] = Divergence(**{**found, **lists})
     raw["requirements"] = tuple(raw["requirements"])
     return CaseResult(**{name.name: raw[name.name] for name in fields(CaseResult)})
 

@@ -24,7 +24,7 @@ def first_divergence(state: ItemState) -> Divergence | None:
 
     None where the target cannot be tapped, the model has no oracle, or no site of these prompts is off.
     """
-    from pytest_adapt.verdict.localise import compare_sites
+    from pytest_adapt.verdict.localise import compare_sites, with_ranks
 
     oracle = getattr(state.reference, "oracle", None)
     if state.target is None or state.model is None or oracle is None or state.cell is None:
@@ -43,7 +43,7 @@ def first_divergence(state: ItemState) -> Divergence | None:
             except (Verdict, Fatal):
                 return None
             if found.divergence is not None:
-                return found.divergence
+                return with_ranks(found.divergence, response)
     return None
 
 

@@ -111,7 +111,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("waivers", "file of known failures: owner, link, scope, expiry", "", "FILE", command_line=False),
 )
 # Read by target adapters, not by the plugin.
-VARIABLES: tuple[str, ...] = ("ADAPT_API_KEY", "ADAPT_START_TIMEOUT", "ADAPT_REQUEST_TIMEOUT", "ADAPT_CONCURRENCY")
+VARIABLES: tuple[str, ...] = (
+    "ADAPT_API_KEY",
+    "ADAPT_START_TIMEOUT",
+    "ADAPT_REQUEST_TIMEOUT",
+    "ADAPT_CONCURRENCY",
+    "ADAPT_PEAK_GBS",
+    "ADAPT_PEAK_GFLOPS",
+)
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 

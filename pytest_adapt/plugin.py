@@ -10,11 +10,31 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.fixtures import context_length, deployment, judge, layout, model, precision, reference, target
+from pytest_adapt.fixtures import (
+    context_length,
+    deployment,
+    judge,
+    layout,
+    model,
+    precision,
+    reference,
+    stopwatch,
+    target,
+)
 from pytest_adapt.options import add_options, given_target, refuse_lone_options
 from pytest_adapt.stash import WHOLE
 
-__all__ = ["context_length", "deployment", "judge", "layout", "model", "precision", "reference", "target"]
+__all__ = [
+    "context_length",
+    "deployment",
+    "judge",
+    "layout",
+    "model",
+    "precision",
+    "reference",
+    "stopwatch",
+    "target",
+]
 
 MARKERS = (
     "requirement(number, ...): numbers of the requirements that this test proves.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,7 @@ class Host:
         with contextlib.suppress(Exception):
             opened.watchdog.call(opened.target.close, _CLOSE_SECONDS, lambda: "the target to close")
         opened.watchdog.stop()
+        _return_memory()
 
     def _open_or_remember(self, deployment: Deployment) -> Opened:
         try:
@@ -387,6 +389,17 @@ class OpenTarget:
         counters = self._optional("stats")
         return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
 
+    @property
+    def in_process(self) -> bool:
+        """Whether it computes on this machine's CPU, as far as it says: an engine that names no other device."""
+        return self.kind == "engine" and self.info.environment.get("device", "cpu") == "cpu"
+
+    @property
+    def shows_memory(self) -> bool:
+        """Whether `peak_memory` tells something. Asking begins a measurement anew."""
+        measure = self._optional("peak_memory")
+        return measure is not None and measure(True) is not None
+
     def peak_memory(self, reset: bool = False) -> int:
         """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
         does not tell."""
@@ -460,6 +473,13 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _return_memory() -> None:
+    """Give freed pages back to the system: glibc keeps what a model took in the arena of the thread that loaded it, and
+    a run that opens a model ten times would hold it several times over."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _name(deployment: Deployment) -> str:

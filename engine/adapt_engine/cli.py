@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", metavar="PROMPT")
     generate.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
     generate.add_argument("--precision", default="fp32", choices=sorted(DTYPES))
+    generate.add_argument("--layout", default="single", help="ranks, all in this process (tp2.pp2); default: one")
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -70,7 +71,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer(arguments.directory)
     prompt = tokenizer.encode(arguments.prompt)
     options = EngineOptions(
-        precision=arguments.precision, max_context=max(1, len(prompt) + arguments.max_new_tokens), max_batch=1
+        precision=arguments.precision,
+        layout=arguments.layout,
+        max_context=max(1, len(prompt) + arguments.max_new_tokens),
+        max_batch=1,
     )
     with Engine.open(arguments.directory, options) as engine:
         request = SequenceRequest(

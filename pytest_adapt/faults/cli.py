@@ -30,8 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     prove.add_argument("--precisions", default="fp32,bf16", help="comma-separated (default: %(default)s)")
     options = parser.parse_args(list(arguments))
     if options.command == "list":
-        rows = [("fault", "suite", "site", "report", "what is done")]
-        rows += [(fault.id, fault.suite, fault.site, fault.report, fault.title) for fault in catalogue().values()]
+        rows = [("fault", "suite", "site, or what is said", "report", "what is done")]
+        rows += [
+            (fault.id, fault.suite, fault.site or fault.says, fault.report, fault.title)
+            for fault in catalogue().values()
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -46,10 +49,14 @@ def main(arguments: Sequence[str]) -> int:
     if unknown:
         print(f"--precisions: {unknown[0]!r} is not allowed; allowed: {', '.join(PRECISIONS)}", file=sys.stderr)
         return 2
-    print(_ROW.format(id="fault", precision="", verdict="caught", named="first divergence", title="what was done"))
+    print(
+        _ROW.format(
+            id="fault", precision="", verdict="caught", named="first divergence, or words", title="what was done"
+        )
+    )
     results = [_prove(fault, precision) for fault in chosen for precision in precisions]
     wanted = [right for right in results if right is not None]
-    print(f"{sum(wanted)} of {len(wanted)} caught with the right layer and site")
+    print(f"{sum(wanted)} of {len(wanted)} caught with the right layer and site, or the right words")
     return 0 if wanted and all(wanted) else 1
 
 
@@ -60,12 +67,22 @@ def _prove(fault: Fault, precision: str) -> bool | None:
         return None
     cases = _run(fault, precision)
     red = [case for case in cases if case["status"] == "fail"]
-    sites = [case["divergence"]["site"] for case in red if case["divergence"]]
-    right = any(layer_of(site) == (fault.layer, fault.site) for site in sites)
+    if fault.white_box:
+        sites = [case["divergence"]["site"] for case in red if case["divergence"]]
+        right = any(layer_of(site) == (fault.layer, fault.site) for site in sites)
+        named = sites[0] if sites else "-"
+    else:
+        said = [line for case in red for line in _said(case) if fault.says in line]
+        right, named = bool(said), fault.says if said else "-"
     verdict = f"{len(red)} of {len(cases)}" if cases else "nothing ran"
-    named = sites[0] if sites else "-"
     print(_ROW.format(id=fault.id, precision=precision, verdict=verdict, named=named, title=fault.title), flush=True)
     return right
+
+
+def _said(case: dict[str, Any]) -> list[str]:
+    """What a red case says: its reason, and each measurement that failed."""
+    failed = [one for one in case["measurements"] if not one["ok"]]
+    return [case["reason"], *(f"{one['metric']} {one['prompt']}: {one['detail']}" for one in failed)]
 
 
 def _run(fault: Fault, precision: str) -> list[dict[str, Any]]:
@@ -75,7 +92,8 @@ def _run(fault: Fault, precision: str) -> list[dict[str, Any]]:
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--adapt-target=builtin"),
             *(f"--adapt-inject={fault.id}", f"--adapt-models={fault.models[0]}", f"--adapt-precisions={precision}"),
             f"--adapt-layouts={fault.layout}",
-            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and sites"),
+            *(f"--adapt-report={folder}", "-k", f"{fault.suite} and {fault.where or 'sites'}"),
+            *((f"--adapt-contexts={','.join(map(str, fault.contexts))}",) if fault.contexts else ()),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         report = Path(folder) / "report.json"

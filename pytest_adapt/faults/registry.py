@@ -51,7 +51,7 @@ class Fault:
 
     ``models`` are conformance models on which the fault is in contract and not equivalent to the original;
     ``site`` is where the first divergence belongs (without its layer), ``layer`` the first layer that shows it on
-    the first of those models.
+    the first of those models; "" for a fault of no single value, such as a lost block.
     """
 
     id: str
@@ -68,6 +68,17 @@ class Fault:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     layout: str = "single"
     """Ranks on which it shows."""
+    where: str = ""
+    """Of a suite that is not white-box: words of the names of its tests that must be red."""
+    says: str = ""
+    """Part of what such a test must say: it leads to the cause."""
+    contexts: tuple[int, ...] = ()
+    """Context lengths at which the fault shows; () for those of the profile."""
+
+    @property
+    def white_box(self) -> bool:
+        """Whether a site must be named; else a message (``says``)."""
+        return bool(self.site)
 
     @property
     def kind(self) -> str:
@@ -77,11 +88,21 @@ class Fault:
 
 def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
-    from pytest_adapt.faults import attention, layouts, norms, precision, rotary, routing, weights
+    from pytest_adapt.faults import (
+        attention,
+        layouts,
+        leaks,
+        long_context,
+        norms,
+        precision,
+        rotary,
+        routing,
+        scheduling,
+        weights,
+    )
 
-    entries = [
-        fault for module in (attention, layouts, norms, precision, rotary, routing, weights) for fault in module.FAULTS
-    ]
+    modules = (attention, layouts, leaks, long_context, norms, precision, rotary, routing, scheduling, weights)
+    entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
         raise ValueError("two faults share an id")

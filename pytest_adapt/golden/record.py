@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,6 +132,15 @@ class Record:
         """bool [P]: no expert choice up to this position can flip within the score error of this precision."""
         return self.emulation(precision).certified
 
+    def take(self, keep: np.ndarray) -> Record:
+        """The record of some of its rows (bool [P]); the tokens are all there."""
+        experts = {layer: ids[keep] for layer, ids in self.expert_ids.items()}
+        rows = {name: getattr(self, name)[keep] for name in (*_PER_ROW, "positions", "next_logprob")}
+        errors = _Changed(
+            self.errors, lambda one: EmulationErrors(**{key: value[keep] for key, value in vars(one).items()})
+        )
+        return replace(self, errors=errors, expert_ids=experts, **rows)
+
     def prefix(self, count: int) -> Record:
         """The record of the first ``count`` tokens: no row depends on later tokens."""
         keep = self.positions < count
@@ -143,15 +152,15 @@ class Record:
             positions=self.positions[keep],
             next_logprob=follow,
             expert_ids={layer: ids[keep] for layer, ids in self.expert_ids.items()},
-            errors={
-                name: EmulationErrors(
+            errors=_Changed(
+                self.errors,
+                lambda one: EmulationErrors(
                     **{
                         key: value[keep] * (last if key == "follow" else 1) if value.dtype != bool else value[keep]
-                        for key, value in vars(errors).items()
+                        for key, value in vars(one).items()
                     }
-                )
-                for name, errors in self.errors.items()
-            },
+                ),
+            ),
             **{name: getattr(self, name)[keep] for name in _PER_ROW},
         )
 
@@ -262,6 +271,28 @@ class Record:
             errors={p: EmulationErrors(**errors[p]) for p in _ORDER if p in errors},
             source=str(metadata["source"]),
         )
+
+
+class _Changed(Mapping[str, EmulationErrors]):
+    """Errors of every precision after a change, made when they are read: those of one precision may be costly."""
+
+    def __init__(
+        self, errors: Mapping[str, EmulationErrors], change: Callable[[EmulationErrors], EmulationErrors]
+    ) -> None:
+        self._errors = errors
+        self._change = change
+
+    def __getitem__(self, precision: str) -> EmulationErrors:
+        return self._change(self._errors[precision])
+
+    def __contains__(self, precision: object) -> bool:
+        return precision in self._errors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._errors)
+
+    def __len__(self) -> int:
+        return len(self._errors)
 
 
 _PER_ROW = ("lse", "topk_ids", "topk_logprobs", "projections", "norm", "margin")

@@ -13,7 +13,7 @@ from pytest_adapt.inspect.parameters import Part, layer_parts, outer_parts
 from pytest_adapt.inspect.structure import Attention, Layer, Linear, Structure
 from pytest_adapt.layout import Layout, legal_layouts
 
-__all__ = ["BITS", "Budget", "Load", "Plan", "budget", "kv_bytes_per_token", "plan", "weight_bytes"]
+__all__ = ["BITS", "Budget", "Load", "Plan", "budget", "kv_bytes", "kv_bytes_per_token", "plan", "weight_bytes"]
 
 BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
 """Bits of one stored value, scales not included."""
@@ -62,6 +62,11 @@ class Plan:
 def kv_bytes_per_token(structure: Structure, precision: str = "bf16") -> int:
     """KV cache growth per token over all layers whose cache grows without bound or up to a reach."""
     return sum(_kv_row(layer) for layer in structure.softmax_layers) * int(BITS[precision]) // 8
+
+
+def kv_bytes(structure: Structure, context: int, precision: str = "bf16") -> float:
+    """KV cache of one sequence of ``context`` tokens, in bytes."""
+    return sum(_kv_row(layer) * _tokens_kept(layer, context) for layer in structure.layers) * BITS[precision] / 8
 
 
 def weight_bytes(params: int, precision: str) -> int:

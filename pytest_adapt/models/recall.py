@@ -48,6 +48,8 @@ class Recall:
     name: str
     tokens: tuple[int, ...]
     questions: tuple[Question, ...]
+    rulers: tuple[int, ...] = ()
+    """Tokens whose answers are mixtures that rotary phases decide."""
 
     def ask(self, target: OpenTarget, most: int = 8) -> dict[str, Response]:
         """Answers by name. One request where the target shows all rows; else one for each of at most ``most``
@@ -122,7 +124,7 @@ def _kept(words: Vocabulary, name: str, context: int, edges: Sequence[int]) -> R
         questions.append(Question(len(tokens), place, value, where))
         tokens += [words.address(key), words.address(value)]
     tokens += [words.ruler(which) for which in range(RULERS)]
-    return Recall(name, tuple(tokens), tuple(questions))
+    return Recall(name, tuple(tokens), tuple(questions), tuple(words.ruler(which) for which in range(RULERS)))
 
 
 def _asked(words: Vocabulary, name: str, context: int, edges: Sequence[int]) -> Recall:

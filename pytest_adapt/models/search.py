@@ -13,14 +13,29 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pytest_adapt.models.entries import ModelError
+from pytest_adapt.sites import site
 from pytest_adapt.target.protocol import Request, Target, TargetError
 
-__all__ = ["SELECTION", "Choice", "Found", "LastRows", "choice_of", "margin", "of_target", "save", "search"]
+if TYPE_CHECKING:
+    from pytest_adapt.oracle import Oracle
+
+__all__ = [
+    "SELECTION",
+    "Choice",
+    "Found",
+    "LastRows",
+    "choice_of",
+    "margin",
+    "of_oracle",
+    "of_target",
+    "save",
+    "search",
+]
 
 SELECTION = "layer.*.moe.router.selection"
 LastRows = Callable[[Sequence[tuple[int, ...]]], Sequence[Mapping[str, np.ndarray]]]
@@ -46,7 +61,7 @@ class Found:
 
 def choice_of(config: Mapping[str, Any]) -> Choice:
     """The router of a checkpoint's config.json."""
-    return Choice(config["num_experts_per_tok"], config.get("n_group", 1), config.get("topk_group", 1))
+    return Choice(config["num_experts_per_tok"], config.get("n_group") or 1, config.get("topk_group") or 1)
 
 
 def margin(selection: np.ndarray, choice: Choice) -> float:
@@ -84,6 +99,19 @@ def of_target(target: Target) -> LastRows:
             if response.error or not rows:
                 raise TargetError(f"search: the target shows no router selection ({response.error or SELECTION})")
             answers[int(response.id)] = rows
+        return answers
+
+    return run
+
+
+def of_oracle(oracle: Oracle) -> LastRows:
+    """Last-row selection scores in float64."""
+
+    def run(sequences: Sequence[tuple[int, ...]]) -> list[Mapping[str, np.ndarray]]:
+        answers: list[Mapping[str, np.ndarray]] = []
+        for tokens in sequences:
+            rows = oracle.run(tokens, rows=()).selection
+            answers.append({site(layer, "moe.router.selection"): scores[-1] for layer, scores in rows.items()})
         return answers
 
     return run

@@ -50,11 +50,11 @@ def walks(entry: ModelEntry, count: int, *, shortest: int, longest: int, seed: i
     for number in range(count):
         name = f"{entry.name}.walk-{number}"
         length = shortest + (longest - shortest) * number // max(1, count - 1)
-        if window:
-            length = min(length, window // 2)  # what is asked for must be in sight to the end of the output
         fixed = random.Random(hashlib.sha256(name.encode()).digest())
         tokens = filled(words, f"{entry.name}.walks", _SHARED) + filled(words, name, length - _SHARED)
-        places = fixed.sample(range(_SHARED, length - 1), VALUES)
+        # What is asked for must be in sight to the end of the output.
+        begin = max(_SHARED, length - window // 2) if window else _SHARED
+        places = fixed.sample(range(begin, length - 1), VALUES)
         cycle = list(range(VALUES))
         random.Random(hashlib.sha256(f"{name}.{seed}".encode()).digest()).shuffle(cycle)
         leads = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.verdict.ladder import Cluster, climb, clusters, worst
-from pytest_adapt.verdict.result import CaseResult
+from pytest_adapt.verdict.result import CaseResult, Figure
 
 if TYPE_CHECKING:
     from pytest_adapt.report.collector import Collector
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["counts_line", "summary_lines", "write_summary"]
 
 _MOST_CLUSTERS = 5
+_MOST_FIGURES = 4
 
 
 def write_summary(terminal: Any, collector: Collector) -> None:
@@ -50,6 +51,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     missing = _not_shown(cases)
     if missing:
         lines.append((missing, {}))
+    lines += [(line, {}) for line in _figure_lines(cases)]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
     lines.append((f"engineering reference: {collector.seconds:.1f} s{memory}{where}", {}))
@@ -94,6 +96,32 @@ def _details(cluster: Cluster) -> list[str]:
     elif case.divergence is None and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
     return lines
+
+
+def _figure_lines(cases: list[CaseResult]) -> list[str]:
+    """One line a load that was timed, the first few: what an engineer looks at first."""
+    lines = []
+    for case in cases:
+        by_load: dict[str, list[str]] = {}
+        for one in case.figures:
+            by_load.setdefault(one.load, []).append(_amount(one))
+        lines += [
+            f"engineering reference: {case.model} {case.layout} {case.precision}, {load}: {', '.join(amounts)}"
+            for load, amounts in by_load.items()
+        ]
+    rest = len(lines) - _MOST_FIGURES
+    return lines[:_MOST_FIGURES] + ([f"{rest} more loads in the report"] if rest > 0 else [])
+
+
+def _amount(one: Figure) -> str:
+    value, name = one.value, one.name.partition(",")[0]
+    if one.unit == "bytes":
+        return f"{name} {value / 1e9:.2f} GB"
+    if one.unit == "share":
+        return f"{name} {value:.2%}"
+    if one.unit == "s" and value < 1:
+        return f"{name} {1000 * value:.3g} ms"
+    return f"{name} {value:.4g} {one.unit}"
 
 
 def _not_shown(cases: list[CaseResult]) -> str:

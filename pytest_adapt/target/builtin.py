@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +141,12 @@ class BuiltinTarget:
         from adapt_engine import EngineError
 
         engine, asked = self.engine, {request.id: request for request in requests}
+        self._aborts.clear()  # what was asked for before concerns no request of this run
+        given: dict[str, float] = {}
+        first: dict[str, float] = {}
         try:
             for request in asked.values():
+                given[request.id] = time.perf_counter()
                 refused = engine.submit(self._sequence(request))
                 if refused is not None:
                     yield self._response(request, refused)
@@ -149,13 +154,17 @@ class BuiltinTarget:
                 while self._aborts:
                     engine.abort(self._aborts.popleft())
                 for update in engine.step():
+                    now = time.perf_counter() - given[update.id]
+                    if update.tokens:
+                        first.setdefault(update.id, now)
                     if update.result is not None:
-                        yield self._response(asked[update.id], update.result)
+                        response = self._response(asked[update.id], update.result)
+                        response.seconds, response.first_token_seconds = now, first.get(update.id)
+                        yield response
         except EngineError as error:
             raise TargetError(f"builtin: {error}") from error
         finally:
             engine.drop_all()
-            self._aborts.clear()
 
     def control(self, name: str, **arguments: Any) -> None:
         """``control("abort", id=...)``: end a request of the run in progress before its next step.
@@ -200,6 +209,12 @@ class BuiltinTarget:
         except CheckpointError as error:
             raise TargetError(f"builtin: {error}") from error
 
+    def _origin(self, replica: int) -> Callable[[str, int, tuple[int, ...], int | None], tuple[str, ...]] | None:
+        engine = self.engine
+        if engine is None or engine.layout.world == 1:
+            return None
+        return lambda site, position, element, expert: engine.locate(site, position, element, expert, replica)
+
     def _sequence(self, request: Request) -> SequenceRequest:
         from adapt_engine import SequenceRequest
 
@@ -235,6 +250,7 @@ class BuiltinTarget:
             cached_tokens=result.cached_tokens,
             seconds=result.seconds,
             drift=result.drift,
+            origin=self._origin(result.replica),
         )
         if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
             response.text = self.detokenize(result.tokens)

@@ -44,6 +44,7 @@ _RESPONSE: Mapping[str, tuple[type, ...]] = {
     "cached_tokens": (Integral, _NOTHING),
     "error": (str, _NOTHING),
     "seconds": (Real, _NOTHING),
+    "first_token_seconds": (Real, _NOTHING),
 }
 
 

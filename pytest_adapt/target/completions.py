@@ -19,7 +19,16 @@ import numpy as np
 
 from pytest_adapt.target.protocol import TargetError, TopK
 
-__all__ = ["Choice", "Entry", "Rows", "echoed_entries", "output_entries", "prompt_entries", "read_choice"]
+__all__ = [
+    "Choice",
+    "Entry",
+    "Rows",
+    "echoed_entries",
+    "joined_events",
+    "output_entries",
+    "prompt_entries",
+    "read_choice",
+]
 
 _LEAST = 1e-12
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
@@ -136,6 +145,30 @@ def read_choice(who: str, body: Mapping[str, Any]) -> Choice:
         token_ids=_ids(who, choice, "token_ids"),
         prompt_token_ids=_ids(who, choice, "prompt_token_ids"),
     )
+
+
+def joined_events(bodies: Sequence[Mapping[str, Any]], prompt_tokens: int) -> Mapping[str, Any]:
+    """The body that a completion would have had without streaming, from the events of its stream.
+
+    ``prompt_tokens`` stands in where no event counts them (they were compared when the server was opened).
+    """
+    whole: dict[str, Any] = {"text": "", "finish_reason": None}
+    usage: Any = None
+    for body in bodies:
+        usage = body.get("usage") or usage
+        choices = body.get("choices")
+        part = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
+        whole["text"] += part.get("text") or ""
+        whole["finish_reason"] = part.get("finish_reason") or whole["finish_reason"]
+        for name in ("token_ids", "prompt_token_ids"):
+            if isinstance(part.get(name), list):
+                whole[name] = [*whole.get(name, []), *part[name]]
+        if isinstance(part.get("logprobs"), Mapping):
+            held = whole.setdefault("logprobs", {})
+            for name, values in part["logprobs"].items():
+                held[name] = [*(held.get(name) or []), *values] if isinstance(values, list) else values
+    counted = usage if isinstance(usage, Mapping) else {"prompt_tokens": prompt_tokens}
+    return {"choices": [whole], "usage": counted}
 
 
 def prompt_entries(who: str, choice: Choice, expected: int) -> list[Entry | None] | None:

@@ -51,10 +51,14 @@ class _Sequence:
     """One request on its way: what was fed, what was seen."""
 
     request: Request
+    given: float
+    """When the target was given it."""
     tokens: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     taps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     finish: str = ""
+    first: float | None = None
+    """Seconds to the first new token."""
 
     @property
     def first_row(self) -> int:
@@ -140,6 +144,7 @@ class HfTarget:
     def run(self, requests: Iterable[Request]) -> Iterator[Response]:
         if self._model is None:
             raise TargetError("target hf: not open")
+        started = time.perf_counter()
         limit = max(1, self._deployment.feature("batch"))
         group: list[Request] = []
         for request in requests:
@@ -149,10 +154,10 @@ class HfTarget:
                 continue
             group.append(request)
             if len(group) == limit:
-                yield from self._answer(group)
+                yield from self._answer(group, started)
                 group = []
         if group:
-            yield from self._answer(group)
+            yield from self._answer(group, started)
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -242,14 +247,13 @@ class HfTarget:
             return f"sampling {sampling} is out of range"
         return ""
 
-    def _answer(self, requests: list[Request]) -> Iterator[Response]:
+    def _answer(self, requests: list[Request], given: float) -> Iterator[Response]:
         import torch
 
-        started = time.perf_counter()
-        running = [_Sequence(request) for request in requests]
+        running = [_Sequence(request, given) for request in requests]
         with torch.inference_mode():
             self._execute(running)
-        seconds = (time.perf_counter() - started) / len(requests)
+        seconds = time.perf_counter() - given
         for sequence in running:
             yield self._response(sequence, seconds)
 
@@ -330,6 +334,8 @@ class HfTarget:
             return
         token = _choose(sequence.logits[-1][-1], request.sampling, generator)
         sequence.tokens.append(token)
+        if sequence.first is None:
+            sequence.first = time.perf_counter() - sequence.given
         if token in request.stop or (not request.ignore_eos and token in self._eos):
             sequence.finish = "stop"
         elif len(sequence.tokens) == request.max_new_tokens:
@@ -356,6 +362,7 @@ class HfTarget:
             taps={name: torch.cat(parts).numpy() for name, parts in sequence.taps.items()},
             first_row=sequence.first_row,
             seconds=seconds,
+            first_token_seconds=sequence.first,
         )
 
     def _maybe_text(self, tokens: list[int]) -> str | None:

@@ -11,13 +11,13 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_adapt.target.protocol import TargetError
 
-__all__ = ["Answer", "JsonClient", "Secret", "api_key"]
+__all__ = ["Answer", "Event", "JsonClient", "Secret", "api_key"]
 
 _MAX_BODY = 256 << 20
 _BLOCK = 1 << 16
@@ -66,6 +66,14 @@ class Answer:
         return 200 <= self.status < 300
 
 
+@dataclass(frozen=True)
+class Event:
+    """One event of a stream, and when it came (time.perf_counter)."""
+
+    at: float
+    body: Mapping[str, Any]
+
+
 class JsonClient:
     """Talks to the API under ``url`` (ending in /v1 or wherever its /models and /completions lie).
 
@@ -92,10 +100,29 @@ class JsonClient:
             time.sleep(min(_MAX_WAIT, float(2**attempt)))
         return answer
 
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Answer:
+    def stream(self, path: str, body: Mapping[str, Any]) -> tuple[Answer, list[Event]]:
+        """POST, answered with server-sent events: status, and every event as it came. A refusal has no events."""
+        events: list[Event] = []
+
+        def read(response: http.client.HTTPResponse) -> bytes:
+            if response.status >= 300 or response.headers.get_content_type() != "text/event-stream":
+                return _read(response)
+            _read_events(response, events)
+            return b"{}"
+
+        return self._exchange("POST", path, body, self._timeout, read), events
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout: float,
+        read: Callable[[http.client.HTTPResponse], bytes] | None = None,
+    ) -> Answer:
         where = f"{method} {self.url}{path}"
         try:
-            status, kind, raw, location = self._transfer(method, path, body, timeout)
+            status, kind, raw, location = self._transfer(method, path, body, timeout, read or _read)
         except TimeoutError:
             raise TargetError(f"{where}: no answer within {timeout:g} s") from None
         except ssl.SSLError as error:
@@ -137,7 +164,12 @@ class JsonClient:
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
     def _transfer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout: float,
+        read: Callable[[http.client.HTTPResponse], bytes],
     ) -> tuple[int, str, bytes, str]:
         deadline = time.monotonic() + timeout
         connection: http.client.HTTPConnection
@@ -161,7 +193,7 @@ class JsonClient:
         try:
             connection.request(method, self._prefix + path, payload, headers)
             with connection.getresponse() as response:
-                raw = _read(response)
+                raw = read(response)
             if expired.is_set():
                 raise TimeoutError
             headers_given = response.headers
@@ -187,6 +219,24 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     if response.length:
         raise http.client.IncompleteRead(raw, response.length)
     return raw
+
+
+def _read_events(response: http.client.HTTPResponse, events: list[Event]) -> None:
+    """Server-sent events up to ``[DONE]``; ValueError for one that is no JSON object, or for too much of them."""
+    size = 0
+    for line in response:
+        size += len(line)
+        if size > _MAX_BODY:
+            raise ValueError(f"the answer is larger than {_MAX_BODY >> 20} MiB")
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        parsed = json.loads(data)
+        if not isinstance(parsed, dict):
+            raise ValueError("an event of the stream is no JSON object")
+        events.append(Event(time.perf_counter(), parsed))
 
 
 def _words(body: Mapping[str, Any]) -> str:

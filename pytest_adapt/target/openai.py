@@ -24,6 +24,7 @@ from pytest_adapt.target.completions import (
     Entry,
     Rows,
     echoed_entries,
+    joined_events,
     output_entries,
     prompt_entries,
     read_choice,
@@ -291,6 +292,23 @@ class OpenAITarget:
     # Requests --------------------------------------------------------------------------------------------------
 
     def _complete(self, dialect: _Dialect, prompt: Sequence[int], new: int, request: Request | None = None) -> Answer:
+        return self._client.post("/completions", self._body(dialect, prompt, new, request))
+
+    def _streamed(self, dialect: _Dialect, request: Request) -> tuple[Answer, float | None]:
+        """The same answer as a stream, and when its first token came; (refusal, None) where it does not stream."""
+        body = self._body(dialect, request.prompt, request.max_new_tokens, request)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer, events = self._client.stream("/completions", body)
+        first = next((event.at for event in events if event.body.get("choices")), None)
+        if not answer.ok or first is None:
+            return replace(answer, status=answer.status if not answer.ok else 501), None
+        failed = next((event.body["error"] for event in events if "error" in event.body), None)
+        if failed is not None:
+            return Answer(500, {}, str(failed)), None
+        whole = joined_events([event.body for event in events], len(request.prompt))
+        return Answer(answer.status, whole), first
+
+    def _body(self, dialect: _Dialect, prompt: Sequence[int], new: int, request: Request | None) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt) if dialect.tokens else self._served.text_of(prompt),
@@ -308,7 +326,7 @@ class OpenAITarget:
             body["echo"] = True
         if request is not None:
             self._add_sampling(body, dialect, request)
-        return self._client.post("/completions", body)
+        return body
 
     def _add_sampling(self, body: dict[str, Any], dialect: _Dialect, request: Request) -> None:
         sampling = request.sampling
@@ -326,9 +344,15 @@ class OpenAITarget:
     def _answer(self, request: Request) -> Response:
         asked = self._asked(request)
         who = f"{self._who}: request {request.id!r}"
+        first: float | None = None
+        answer = Answer(501, {})
         started = time.perf_counter()
         try:
-            answer = self._complete(asked, request.prompt, request.max_new_tokens, request)
+            if request.timed and request.max_new_tokens:
+                answer, first = self._streamed(asked, request)
+            if first is None:
+                started = time.perf_counter()
+                answer = self._complete(asked, request.prompt, request.max_new_tokens, request)
         except ValueError as error:
             return Response(request.id, len(request.prompt), finish="abort", error=str(error))
         seconds = time.perf_counter() - started
@@ -336,6 +360,7 @@ class OpenAITarget:
             return Response(request.id, len(request.prompt), finish="abort", error=f"{answer.status}: {answer.message}")
         choice = read_choice(who, answer.body)
         response = checked_response(who, self._response(who, request, asked, choice, seconds), request)
+        response.first_token_seconds = None if first is None else first - started
         if choice.finish == "stop" and request.ignore_eos and request.sampling.temperature == 0:
             return self._continued(request, response)
         return response

@@ -9,7 +9,7 @@ This module imports nothing heavy: numpy arrays appear only in annotations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -96,6 +96,8 @@ class Request:
     stop: tuple[int, ...] = ()
     """Token ids that end the output; the stop token itself is included in ``Response.tokens``."""
     ignore_eos: bool = True
+    timed: bool = False
+    """``first_token_seconds`` is wanted: a server streams its answer."""
     first_row: int = 0
     """Rows before this one are not needed (they may be omitted from logits and taps)."""
 
@@ -136,6 +138,12 @@ class Response:
     error: str | None = None
     """Set when the target refused this request (abnormal input); then nothing else is."""
     seconds: float | None = None
+    """From the moment the target was given the request to its last token."""
+    first_token_seconds: float | None = None
+    """From the same moment to its first new token; None where that cannot be told (then it was not ``timed``)."""
+    origin: Callable[[str, int, tuple[int, ...], int | None], tuple[str, ...]] | None = None
+    """(site, position, index within the row, expert) -> names of the ranks where that element came about; None where
+    there is one rank, or the target cannot tell."""
     drift: tuple[str, ...] = ()
     """Copies of the same numbers on several ranks that differed, each in one line (site, ranks, how far)."""
 
@@ -183,10 +191,9 @@ class Target(Protocol):
         """Release everything: memory, processes, ports. Safe to call twice and after a failed open."""
         ...
 
-    # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, the largest number of bytes held
-    # since the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int];
-    # detokenize(ids) -> str; stats() -> Mapping[str, float]; control(name, **arguments);
-    # run_op(op, arrays, attributes).
+    # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, largest number of bytes held since
+    # the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int]; detokenize(ids) -> str;
+    # stats() -> Mapping[str, float]; control(name, **arguments); run_op(op, arrays, attributes).
     # control("abort", id=...) ends one request of the run in progress, from any thread: it is answered with finish
     # "abort", the tokens it has by then, no rows and no error. An id that is not in flight is ignored.
     # Optional class attributes, read before open: defaults() -> TargetDefaults-like mapping (see registry).

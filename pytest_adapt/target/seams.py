@@ -1,4 +1,4 @@
-"""Where faults are put into the built-in engine: its op registry, its weight loader and its KV cache.
+"""Where faults are put into the built-in engine: its op registry, its weight loader, its KV cache, its scheduler.
 
 Implements `pytest_adapt.faults.Seams`. Operations belong to an opened engine, so their wrappers are kept and put
 on at each open; methods of the loader and of the cache are replaced on their classes while one deployment is open.
@@ -20,7 +20,16 @@ _METHODS = {
     "loader.assign": ("adapt_engine.weights.loader", "Loader", "assign"),
     "kv.write": ("adapt_engine.kv.cache", "PagedCache", "write"),
     "kv.gather": ("adapt_engine.kv.cache", "PagedCache", "gather"),
+    "pool.allocate": ("adapt_engine.kv.pool", "BlockPool", "allocate"),
+    "request.problem": ("adapt_engine.runtime.requests", "SequenceRequest", "problem"),
     "pool.free": ("adapt_engine.kv.pool", "BlockPool", "free"),
+    "prefix.digests": ("adapt_engine.kv.prefix", "PrefixCache", "digests"),
+    "scheduler.schedule": ("adapt_engine.runtime.scheduler", "Scheduler", "schedule"),
+    "scheduler.preempt": ("adapt_engine.runtime.scheduler", "Scheduler", "preempt"),
+    "scheduler.abort": ("adapt_engine.runtime.scheduler", "Scheduler", "abort"),
+    "scheduler.check_integrity": ("adapt_engine.runtime.scheduler", "Scheduler", "check_integrity"),
+    "sequence.advance": ("adapt_engine.runtime.scheduler", "Sequence", "advance"),
+    "executor.step": ("adapt_engine.runtime.executor", "LocalExecutor", "step"),
     "comm.all_gather": ("adapt_engine.comm.communicator", "Communicator", "all_gather"),
     "comm.all_reduce": ("adapt_engine.comm.communicator", "Communicator", "all_reduce"),
     "comm.all_to_all": ("adapt_engine.comm.communicator", "Communicator", "all_to_all"),

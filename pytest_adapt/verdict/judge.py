@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pytest_adapt.golden.record import Record, RecordError, divergence_terms
-from pytest_adapt.models.recall import Recall, story
-from pytest_adapt.models.walks import Walk, whose
+from pytest_adapt.models.recall import Recall
+from pytest_adapt.models.walks import Walk
+from pytest_adapt.perf.timing import Round
 from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
+from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
-from pytest_adapt.verdict.growth import exponent
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
-from pytest_adapt.verdict.localise import compare_sites
+from pytest_adapt.verdict.localise import compare_sites, with_ranks
 from pytest_adapt.verdict.pooling import (
     Matches,
     cosine_gap,
@@ -32,7 +34,7 @@ from pytest_adapt.verdict.pooling import (
     quadratic_rows,
     rows_of,
 )
-from pytest_adapt.verdict.result import Divergence, Measurement
+from pytest_adapt.verdict.result import Divergence, Figure, Measurement
 from pytest_adapt.verdict.views import Problem, View, difference, follow, reference_view, view
 
 __all__ = ["Judge"]
@@ -52,6 +54,8 @@ class Judge:
         self.router = router
         self.divergence: Divergence | None = None
         self.observables: set[str] = set()
+        self.figures: list[Figure] = []
+        """What was timed; no verdict follows from it."""
         self._done: list[Measurement] = []
         self._pooled: dict[tuple[str, str], Comparison] = {}
         self._matches: dict[tuple[str, str], Matches] = {}
@@ -69,11 +73,12 @@ class Judge:
             "prompt_tokens", float(abs(response.prompt_tokens - len(tokens))), 0.0, ok, prompt=prompt, detail=detail
         )
 
-    def against_record(self, prompt: str, response: Response, record: Record) -> None:
+    def against_record(self, prompt: str, response: Response, record: Record, pool: str = "") -> None:
         """Every numeric observable of the response against the reference, at certified positions.
 
         Log-probabilities (rms and largest), cosine, divergence and the most probable token; each pooled over the
-        prompts of the item and held against its own budget when `failures` is called.
+        prompts of the item and held against its own budget when `failures` is called. ``pool`` keeps rows of another
+        kind apart: it stands before the names of the metrics.
         """
         if self._refused(prompt, response):
             return
@@ -92,9 +97,9 @@ class Judge:
             if not numeric and response.scores is None:
                 raise Problem("shown", "the response shows neither logits, scores nor top-k log-probabilities")
             for name in numeric:
-                self._against_view(prompt, view(response, name, record, rows), record, rows, certified)
+                self._against_view(prompt, view(response, name, record, rows), record, rows, certified, pool)
             if response.scores is not None:
-                self._against_scores(prompt, follow(response, record, rows), record, rows, certified)
+                self._against_scores(prompt, follow(response, record, rows), record, rows, certified, pool)
         except Problem as problem:
             self._broken(prompt, problem)
 
@@ -146,29 +151,13 @@ class Judge:
             self.router,
         )
         self._done += report.measurements
-        self._found(report.divergence)
+        self._found(with_ranks(report.divergence, response))
 
     def recalled(self, prompt: str, response: Response, recall: Recall, record: Record) -> None:
         """An answer to a recall prompt, or to a beginning of it that ends with a question: numbers against the closed
         form, and which needles are lost."""
-        count = response.prompt_tokens
-        asked = [one for one in recall.questions if response.first_row <= one.position < count and one.answer >= 0]
-        if self._refused(prompt, response):
-            return
-        tokens = next((part for part in (recall.tokens, recall.tokens[:count]) if len(part) == count), recall.tokens)
-        self.prompt_tokens(prompt, response, tokens)
-        part = record if len(tokens) == len(record.tokens) else record.prefix(len(tokens))
-        if response.logits is not None or response.topk is not None or response.scores is not None:
-            self.against_record(prompt, response, part)
-        if response.tokens:
-            self.generated(prompt, response, part, tokens)
-        said = _said(response)
-        lost = [one for one in asked if one.position in said and said[one.position] != one.answer]
-        known = [one for one in asked if one.position in said]
-        if known:
-            detail = story(known, lost) if lost else f"all {len(known)} recalled"
-            where = lost[0].position if lost else None
-            self._add("needles", float(len(lost)), 0.0, not lost, "", prompt, where, len(known), detail)
+        if not self._refused(prompt, response):
+            service.recalled(self, prompt, response, recall, record)
 
     def generated(self, prompt: str, response: Response, reference: Any, tokens: Sequence[int]) -> None:
         """Each greedy token must be the reference's first choice, given what the target wrote before it.
@@ -268,40 +257,25 @@ class Judge:
     def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
         """An answer of at most ``count`` tokens must be the request's own walk as far as it goes, and to its end unless
         it was aborted; a step out of another's is named as such."""
-        if self._refused(walk.name, response):
-            return
-        self.prompt_tokens(walk.name, response, walk.tokens)
-        self.observables.add("text")
-        whole = len(response.tokens) == count or response.finish == "abort"
-        wrong, owner = whose(walk, response.tokens, others)
-        detail = f"{wrong} of {len(response.tokens)} tokens are not its own"
-        if owner:
-            detail = f"{detail}: they are the secret of {owner}, which ran beside it"
-        if not whole:
-            detail = f"{len(response.tokens)} tokens came, {count} were asked for; {detail}"
-        self._add(
-            "secret", float(wrong), 0.0, whole and not wrong, "text", walk.name, None, len(response.tokens), detail
-        )
+        if not self._refused(walk.name, response):
+            service.walked(self, response, walk, others, count)
 
     def returned(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Of a target that counts them: no request runs or waits, and every block of its cache is free again."""
-        for name, wanted in (("running", 0.0), ("waiting", 0.0), ("kv_blocks_available", None)):
-            if name in before and name in after:
-                expected = before[name] if wanted is None else wanted
-                missing = abs(after[name] - expected)
-                detail = f"{after[name]:g} when all is done, {expected:g} expected"
-                self._add(f"returned.{name}", missing, 0.0, not missing, compared=1, detail=detail)
+        service.returned(self, before, after)
 
     def growth(
         self, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]
     ) -> None:
         """A cost that may grow with the length as n^``most``: its fitted exponent must be nearer to that than to the
-        next higher one. What an allocator keeps hides small growth, so it is judged where it exceeds ``least`` (one
-        value a length) at two lengths or more."""
-        seen = sum(value - min(values) > bound for value, bound in zip(values, least, strict=True))
-        found = exponent(lengths, values) if seen >= 2 else 0.0
-        shown = ", ".join(f"{length}: {value:.4g}" for length, value in zip(lengths, values, strict=True))
-        self._add(metric, found, most + 0.5, found <= most + 0.5, compared=len(lengths), detail=shown)
+        next higher one. What an allocator keeps hides small growth, and noise looks like it, so it is judged where it
+        exceeds ``least`` (one value a length) at two lengths or more."""
+        service.growth(self, metric, lengths, values, most, least)
+
+    def timed(self, label: str, rounds: Sequence[Round], directory: Path | None = None) -> None:
+        """Keep what the rounds of a load came to as figures. With the checkpoint's ``directory``, and where the
+        machine's peaks are known, also the shares of them that were used."""
+        self.figures += service.timed(label, rounds, self.precision, directory)
 
     def promise(
         self,
@@ -314,10 +288,11 @@ class Judge:
         prompt: str = "",
         position: int | None = None,
         observable: str = "",
+        compared: int = 1,
     ) -> None:
         """A property that holds or does not; ``value`` and ``budget`` where it has numbers."""
         found = (0.0 if ok else 1.0) if value is None else value
-        self._add(metric, found, budget, ok, observable, prompt, position, 1, detail)
+        self._add(metric, found, budget, ok, observable, prompt, position, compared, detail)
         if observable:
             self.observables.add(observable)
 
@@ -360,7 +335,9 @@ class Judge:
 
     # How -----------------------------------------------------------------------------------------------------------
 
-    def _against_view(self, prompt: str, shown: View, record: Record, rows: np.ndarray, certified: np.ndarray) -> None:
+    def _against_view(
+        self, prompt: str, shown: View, record: Record, rows: np.ndarray, certified: np.ndarray, pool: str
+    ) -> None:
         self.observables.add(shown.observable)
         emulation = record.emulation(self.precision)
         reference = reference_view(record, rows)
@@ -368,7 +345,7 @@ class Judge:
         part = rows[certified]
         floor = self._floor(record, part)
         self._pool(
-            "logprob",
+            f"{pool}logprob",
             shown.observable,
             rows_of(
                 prompt,
@@ -382,16 +359,18 @@ class Judge:
         )
         listed = np.nan_to_num(error[certified][:, :-1])
         divergence = np.sum(np.exp(record.topk_logprobs[part]) * divergence_terms(listed), axis=1)
-        self._pool("kl", shown.observable, quadratic_rows(prompt, record, part, divergence, emulation.kl[part]))
+        self._pool(f"{pool}kl", shown.observable, quadratic_rows(prompt, record, part, divergence, emulation.kl[part]))
         if shown.projections is not None and reference.projections is not None:
             gap = cosine_gap(shown, reference)[certified]
-            self._pool("cosine", shown.observable, quadratic_rows(prompt, record, part, gap, emulation.gap[part]))
-        matches = self._matches.setdefault(("token_match", shown.observable), Matches())
+            self._pool(
+                f"{pool}cosine", shown.observable, quadratic_rows(prompt, record, part, gap, emulation.gap[part])
+            )
+        matches = self._matches.setdefault((f"{pool}token_match", shown.observable), Matches())
         bound = row_error(emulation.largest)[rows]
         self._match(matches, prompt, record, rows, shown.best, certified, bound)
 
     def _against_scores(
-        self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray
+        self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray, pool: str
     ) -> None:
         self.observables.add("score")
         emulation = record.emulation(self.precision)
@@ -401,7 +380,7 @@ class Judge:
         yard = emulation.follow[part]
         floor = self._floor(record, part, record.next_logprob[part][:, None])
         values = record.next_logprob[part][:, None]
-        self._pool("logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
+        self._pool(f"{pool}logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
 
     def _agree_numeric(
         self, what: str, name: str, first: Response, second: Response, record: Record, rows: np.ndarray
@@ -540,16 +519,6 @@ def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str
 
     key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
     return make_record(oracle, key, tokens, (precision,))
-
-
-def _said(response: Response) -> dict[int, int]:
-    """Row -> the token that a response finds most probable after it."""
-    found = {}
-    if response.logits is not None:
-        found = dict(enumerate(np.asarray(response.logits).argmax(axis=1).tolist(), response.first_row))
-    elif response.topk is not None:
-        found = dict(enumerate(np.asarray(response.topk.ids)[:, 0].tolist(), response.first_row))
-    return found | {response.prompt_tokens - 1 + place: token for place, token in enumerate(response.tokens)}
 
 
 def _both(first: Response, second: Response) -> list[str]:

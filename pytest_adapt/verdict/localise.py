@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from pytest_adapt.verdict.budget import SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import Flip, judge_choices, row_error, shape_problem
 from pytest_adapt.verdict.result import Divergence, Measurement
 
-__all__ = ["SiteReport", "compare_sites"]
+if TYPE_CHECKING:
+    from pytest_adapt.target.protocol import Response
+
+__all__ = ["SiteReport", "compare_sites", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -176,8 +179,17 @@ class _SiteView:
             prompt=self.prompt,
             step=_step(position, self.prompt_tokens),
             expert=int(self.ids[position, slot]) if self.ids is not None else None,
+            element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+
+def with_ranks(divergence: Divergence | None, response: Response) -> Divergence | None:
+    """The divergence with the ranks on which it came about, where the target has several and can tell."""
+    if divergence is None or response.origin is None:
+        return divergence
+    ranks = response.origin(divergence.site, divergence.position, tuple(divergence.element), divergence.expert)
+    return replace(divergence, ranks=tuple(ranks))
 
 
 def _widening(name: str, precision: str, rounds: str) -> float:

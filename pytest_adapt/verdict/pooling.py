@@ -103,10 +103,10 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
     metric, observable = key
     if not comparison.rows:
         return []
-    if metric in ("kl", "cosine"):
+    if metric.endswith(("kl", "cosine")):
         value, budget = comparison.mean()
         prompt, position = comparison.worst_row()
-        detail = "mean of 1 - cosine of centred logits" if metric == "cosine" else "mean over rows, nats"
+        detail = "mean of 1 - cosine of centred logits" if metric.endswith("cosine") else "mean over rows, nats"
         return [
             Measurement(
                 metric, value, budget, value <= budget, observable, prompt, position, "", comparison.positions, detail

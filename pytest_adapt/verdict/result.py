@@ -7,10 +7,11 @@ xdist workers to the controller that way).
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["RUNGS", "CaseResult", "Divergence", "Measurement", "Status"]
+__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Measurement", "Status"]
 
 
 class Status(StrEnum):
@@ -74,6 +75,25 @@ class Measurement:
         return 0.0 if not self.value else float("inf")
 
 
+_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something timed or weighed, every sample of it: an engineering reference of one machine and run."""
+
+    load: str
+    """What was asked, as ``1024 in / 128 out / batch 4``."""
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
+
+
 @dataclass(frozen=True)
 class Divergence:
     """The first place where a target left the reference, in logical coordinates."""
@@ -89,15 +109,19 @@ class Divergence:
     step: str = ""
     """prefill or decode, where it matters."""
     expert: int | None = None
-    rank: int | None = None
+    element: tuple[int, ...] = ()
+    """Index of it within the row of its position."""
+    ranks: tuple[str, ...] = ()
+    """Names of the ranks where it came about; empty on one rank, or where the target cannot tell."""
     note: str = ""
 
     def __str__(self) -> str:
         where = [self.site, f"position {self.position}"]
         if self.expert is not None:
             where.append(f"expert {self.expert}")
-        if self.rank is not None:
-            where.append(f"rank {self.rank}")
+        if self.ranks:
+            shown = self.ranks[:_RANKS] + (("...",) if len(self.ranks) > _RANKS else ())
+            where.append(" or ".join(shown))
         if self.step:
             where.append(self.step)
         error = f"(error {self.error:.3g}, budget {self.budget:.3g})"
@@ -123,6 +147,7 @@ class CaseResult:
     reason: str = ""
     """Why it was not a plain pass; one line."""
     measurements: list[Measurement] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
     divergence: Divergence | None = None
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0

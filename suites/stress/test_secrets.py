@@ -6,7 +6,8 @@ import pytest
 
 from pytest_adapt.target.protocol import Request
 
-TOKENS = 12
+TOKENS = 24
+"""More than a page: what was let in outgrows the cache."""
 
 
 @pytest.mark.requirement(77, 102, 114)

@@ -37,8 +37,11 @@ def test_generate_prints_the_continuation(speaking: Path, capsys: pytest.Capture
     text = printed.out.strip()
     assert text.startswith("HELLO") and 6 <= len(text) <= 11
     assert "tokens/s" in printed.err and "GB/s" in printed.err
-    main(["generate", str(speaking), "HELLO", "--max-new-tokens", "6"])
-    assert capsys.readouterr().out.strip() == text
+    for more in ([], ["--layout", "tp2.pp3"]):
+        main(["generate", str(speaking), "HELLO", "--max-new-tokens", "6", *more])
+        assert capsys.readouterr().out.strip() == text
+    assert main(["generate", str(speaking), "HELLO", "--layout", "tp4"]) == 1
+    assert "6 query heads do not divide by 4; nearest legal: tp2, tp6" in capsys.readouterr().err
 
 
 def test_info_names_kernels_and_checkpoint(speaking: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -102,6 +103,14 @@ class Traces(RuleBasedStateMachine):
     def burst(self, shapes: list[dict[str, Any]]) -> None:
         for shape in shapes:
             self.submit(shape)
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 9), turn=st.integers(0, VOCAB - 1), new=st.integers(0, 4))
+    def follow(self, which: int, turn: int, new: int) -> None:
+        """The next turn of a conversation: a request and its answer, and a token more."""
+        first = list(self.asked.values())[-1 - which % len(self.asked)]
+        said = (*first.prompt, *self._serial.answer(first).tokens)[: CONTEXT - MOST_NEW + 4]
+        self.submit({"prompt": (*said, turn), "max_new_tokens": new})
 
     @rule(count=st.integers(1, 20), victim=st.sampled_from(("preempted", "running", "waiting", "over", "", "")))
     def steps(self, count: int, victim: str) -> None:

@@ -71,7 +71,8 @@ def _row_by_row(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     """The op on each row alone. Copies start at the same alignment, which a product's order of sums may depend on."""
 
     def rows(x: torch.Tensor, *others: Any) -> torch.Tensor:
-        return torch.cat([call(row.clone(), *others) for row in x.split(1)])
+        parts = [call(row.clone(), *others) for row in x.split(1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return rows
 
@@ -100,7 +101,7 @@ def _query_by_query(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             seen = position + 1
             keys = {"q_positions": q_positions[row : row + 1], "k_positions": k_positions[:seen]}
             parts.append(call(q[row : row + 1].clone(), k[:seen].clone(), v[:seen].clone(), **keys, **named))
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attention
 

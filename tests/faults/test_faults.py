@@ -14,9 +14,20 @@ from pytest_adapt.target.protocol import Deployment, Request, Response
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
-FAULTS = tuple(catalogue().values())
+FAULTS = tuple(fault for fault in catalogue().values() if fault.white_box)
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 LENGTH = 80
+# Where one rank is at fault, it is named; of a sum over ranks all are.
+NAMED = {
+    "AT03": {"rank 2 (tp2)", "rank 3 (tp3)"},
+    "AT92": {"rank 1 (sp1)"},
+    "AT93": {"rank 1 (sp1)"},
+    "AT94": {"rank 1 (sp1)"},
+    "EX04": {"rank 0 (tp0)", "rank 1 (tp1)"},
+    "EX08": {"rank 3 (dp3 ep3)"},
+    "EX92": {"rank 0 (dp0 etp0)", "rank 1 (dp1 etp1)"},
+    "PL01": {"rank 1 (pp1)"},
+}
 
 
 class Bench:
@@ -63,6 +74,9 @@ def test_a_fault_is_caught_and_located(bench, fault, precision):
     assert judge.divergence is not None
     assert layer_of(judge.divergence.site) == (fault.layer, fault.site)
     assert judge.divergence.site in judge.message()
+    assert bool(judge.divergence.ranks) == (fault.layout != "single")
+    assert NAMED.get(fault.id, set()) <= set(judge.divergence.ranks)
+    assert all(rank in judge.message() for rank in judge.divergence.ranks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -75,10 +89,11 @@ def test_without_a_fault_nothing_is_red(bench, model, layout, precision):
 
 def test_entries_are_well_formed():
     known = models()
-    for fault in FAULTS:
-        assert fault.site in (*LAYER_SITES, "embed", "logits"), fault.id
+    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME", "LC", "SV", "PF")
+    for fault in catalogue().values():
+        assert fault.site in (*LAYER_SITES, "embed", "logits", ""), fault.id
         assert set(fault.models) <= set(known), fault.id
-        assert fault.title and fault.report and fault.kind in ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL"), fault.id
+        assert fault.title and fault.report and fault.kind in kinds, fault.id
 
 
 def test_an_unknown_id_lists_the_known_ones():

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_adapt.models import ModelError, catalogue, prompts
+from pytest_adapt.golden.reference import OracleReference
+from pytest_adapt.handle import ModelHandle
+from pytest_adapt.matrix import Model
+from pytest_adapt.models import ModelError, catalogue, materialise, prompts
 from pytest_adapt.models.search import Choice, choice_of, margin, of_target, save, search
 from pytest_adapt.models.tokenizer import plain_ids
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
@@ -123,3 +126,25 @@ def test_a_damaged_progress_file_is_named(content: str, tmp_path: Path) -> None:
     progress.write_text(content)
     with pytest.raises(ModelError, match=r"partial\.json: is no interrupted search"):
         search(lambda rows: [], Choice(1), range(50), length=8, candidates=4, seed=3, progress=progress)
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("name", ["deepseek-v3-odd-pos", "qwen3-moe-odd", "mixtral-odd"])
+def test_a_users_directory_gets_a_prompt_whose_end_is_certain(name: str, tmp_path: Path) -> None:
+    """Otherwise a healthy target's bf16 output could not be judged at all: random prompts may flip from the start."""
+    directory = materialise(name, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    handle = ModelHandle(Model("mine", None, directory, (16,), ("bf16",), config), tmp_path)
+    found = handle.all_prompts
+    assert found == ModelHandle(Model("copy", None, directory, (16,), ("bf16",), config), tmp_path).all_prompts
+    tokens = found["searched-4"]
+    assert len(set(tokens)) == 4
+    record = OracleReference(directory, ("bf16",), name, None).record("searched-4", tokens)
+    assert record.emulation("bf16").certified.all()
+
+
+def test_a_dense_model_needs_no_search(tmp_path: Path) -> None:
+    directory = materialise("llama-odd", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    handle = ModelHandle(Model("mine", None, directory, (16,), ("bf16",), config), tmp_path)
+    assert not any(name.startswith("searched") for name in handle.all_prompts)

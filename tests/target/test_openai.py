@@ -402,3 +402,67 @@ def test_requests_in_flight_are_bounded(server: Any, checkpoint: Path) -> None:
     assert {answer.id for answer in answers} == {str(i) for i in range(12)}
     assert 2 <= most[0] <= 3
     assert all(np.isfinite(answer.topk.logprobs).all() for answer in answers if answer.topk)
+
+
+TIMED = replace(REQUEST, want=frozenset({"text"}), timed=True)
+
+
+def stream_of(answer: dict[str, Any], usage: bool = True) -> tuple[int, str, bytes]:
+    """A whole answer as server-sent events, one token each."""
+    choice = answer["choices"][0]
+    events: list[dict[str, Any]] = []
+    for place, token in enumerate(choice["token_ids"]):
+        part = {"index": 0, "text": choice["text"][place], "token_ids": [token], "finish_reason": None}
+        events.append({"choices": [part]})
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    if usage:
+        events.append({"choices": [], "usage": answer["usage"]})
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return 200, "text/event-stream", (": hello\n\n" + "".join(lines) + "data: [DONE]\n\n").encode()
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.parametrize("usage", [True, False])
+def test_a_timed_request_is_streamed(server: Any, checkpoint: Path, usage: bool) -> None:
+    target = opened(server, checkpoint)
+    server.complete = lambda body: stream_of(server.good(body), usage) if body["stream"] else server.good(body)
+    (response,) = target.run([TIMED])
+    (plain,) = target.run([replace(TIMED, timed=False)])
+    assert response.error is None and response.tokens == plain.tokens and response.text == plain.text
+    assert response.prompt_tokens == len(TIMED.prompt)
+    assert response.first_token_seconds is not None and response.seconds is not None
+    assert 0 < response.first_token_seconds <= response.seconds
+    assert plain.first_token_seconds is None
+    assert [body["stream"] for body in server.bodies[-2:]] == [True, False]
+
+
+def test_a_server_that_does_not_stream_is_timed_as_a_whole(server: Any, checkpoint: Path) -> None:
+    target = opened(server, checkpoint)
+    refusal = (400, "application/json", b'{"error": {"message": "no streams"}}')
+    server.complete = lambda body: refusal if body["stream"] else server.good(body)
+    (response,) = target.run([TIMED])
+    assert response.error is None and len(response.tokens) == 3
+    assert response.first_token_seconds is None and response.seconds is not None
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"data: {not json\n\n", "JSONDecodeError"),
+        (b"data: [1]\n\n", "no JSON object"),
+    ],
+)
+def test_a_broken_stream_is_one_clear_line(server: Any, checkpoint: Path, raw: bytes, why: str) -> None:
+    target = opened(server, checkpoint)
+    server.complete = lambda body: (200, "text/event-stream", raw)
+    with pytest.raises(TargetError, match=why):
+        list(target.run([TIMED]))
+
+
+def test_an_error_within_a_stream_is_the_answer(server: Any, checkpoint: Path) -> None:
+    target = opened(server, checkpoint)
+    events = b'data: {"choices": [{"text": "\\u4e05"}]}\n\ndata: {"error": {"message": "out of memory"}}\n\n'
+    failed = (500, "application/json", b'{"error": {"message": "out of memory"}}')
+    server.complete = lambda body: (200, "text/event-stream", events) if body["stream"] else failed
+    (response,) = target.run([TIMED])
+    assert response.error is not None and "out of memory" in response.error

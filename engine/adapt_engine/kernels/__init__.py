@@ -52,9 +52,11 @@ Other seams, methods to be replaced on the class or instance and put back:
                                                            of every rank; ``self.rank`` and ``self.name`` say which
     kv.cache.PagedCache.write(layer, slots, rows)          rows: tuple of tensors, one per component of the group
     kv.cache.PagedCache.gather(layer, slots) -> rows
-    kv.pool.BlockPool.allocate(), share(block), free(block)
-    kv.prefix.PrefixCache.lookup(tokens), insert(...)
-    runtime.scheduler.Scheduler.schedule()
+    kv.pool.BlockPool.allocate(page), share(block), free(block)
+    kv.prefix.PrefixCache.digests(tokens), lookup(tokens), insert(...)
+    runtime.scheduler.Scheduler.schedule(), preempt(sequence), abort(id), finish(sequence), check_integrity()
+    runtime.scheduler.Sequence.advance(count), extend(blocks)
+    runtime.executor.LocalExecutor.step(plan) -> answers
 
 The engine carries no fault of its own and no switch for one.
 """

@@ -20,9 +20,9 @@ from .plan import Answer, BatchPlan, RankAnswer, StepPlan, owners_of, pack
 __all__ = ["Assembler", "Drift"]
 
 _LAYER = re.compile(r"layer\.(\d+)\.(.+)")
-_HEADS = frozenset({"attn.q", "attn.q_norm", "attn.q_rope", "attn.context", "attn.kv_b"})
-_KV_HEADS = frozenset({"attn.k", "attn.v", "attn.k_norm", "attn.k_rope"})
-_INTER = frozenset({"ffn.gate", "ffn.up", "ffn.act"})
+HEADS = frozenset({"attn.q", "attn.q_norm", "attn.q_rope", "attn.context", "attn.kv_b"})
+KV_HEADS = frozenset({"attn.k", "attn.v", "attn.k_norm", "attn.k_rope"})
+INTER = frozenset({"ffn.gate", "ffn.up", "ffn.act"})
 _TRAVELLING = frozenset({"moe.experts.gate", "moe.experts.up", "moe.experts.act"})
 
 
@@ -149,11 +149,11 @@ class _Found:
         if local in _TRAVELLING and self.home.mesh.layout.ep * self.home.mesh.layout.etp > 1:
             return torch.cat([self._travelled(site, layer, rank) for rank in ranks])
         values = [value for value in copies if value is not None]
-        if local in _HEADS:
+        if local in HEADS:
             return _joined(values, 1)
-        if local in _KV_HEADS and kind is not None and kind.kind != "mla":
+        if local in KV_HEADS and kind is not None and kind.kind != "mla":
             return self._kv_heads(site, ranks, values, kind.kv_heads)
-        if local in _INTER:
+        if local in INTER:
             return _joined(values, -1)
         if local.startswith(("moe.router.", "moe.experts.")):
             return _joined(values, 0)

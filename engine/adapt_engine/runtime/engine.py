@@ -25,6 +25,7 @@ from ..weights.loader import LoadReport
 from ..weights.shards import ShardPlan, check_cover
 from .assemble import Assembler, Drift
 from .executor import Executor, LocalExecutor
+from .locate import locate
 from .memory import RankMemory, check_memory
 from .nursery import Nursery
 from .plan import RankAnswer, SequencePlan, StepPlan
@@ -77,6 +78,7 @@ class Engine:
         self._turn = 0
         self._seen = 0
         self._open = True
+        self._served: dict[str, int] = {}
         self._ended: deque[SequenceResult] = deque()
         self._counts = {"steps": 0, "rows": 0, "requests": 0, "errors": 0, "generated": 0, "largest_batch": 0}
 
@@ -186,7 +188,9 @@ class Engine:
             problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
-                self._assign().scheduler.submit(request)
+                replica = self._assign()
+                replica.scheduler.submit(request)
+                self._served[request.id] = self.replicas.index(replica)
                 return None
             except EngineError as refusal:
                 problem = str(refusal)
@@ -210,6 +214,7 @@ class Engine:
         for replica in self.replicas:
             replica.scheduler.drop_all()
         self._ended.clear()
+        self._served.clear()
 
     def _plan(self, sequence: Sequence, count: int) -> SequencePlan:
         first, last = sequence.computed, sequence.computed + count
@@ -234,12 +239,22 @@ class Engine:
         self._check_open()
         updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
         self._ended.clear()
-        scheduled = [replica.scheduler.schedule() for replica in self.replicas]
+        scheduled = [self._scheduled(replica.scheduler) for replica in self.replicas]
         if any(scheduled):
             updates.extend(self._compute(scheduled))
         if not self.busy:
             self.check_integrity()
         return updates
+
+    def _scheduled(self, scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+        """What a replica computes next. The oldest can always go on; if nothing can, its accounts are wrong."""
+        plan = scheduler.schedule()
+        if not plan and scheduler.busy:
+            raise EngineError(
+                f"{len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait and none can go on: "
+                f"{scheduler.pool.in_use} of {scheduler.pool.blocks} KV blocks are in use; close the engine"
+            )
+        return plan
 
     def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
         step = StepPlan(
@@ -316,6 +331,7 @@ class Engine:
 
     def _result(self, sequence: Sequence) -> SequenceResult:
         seconds = time.perf_counter() - sequence.started if sequence.started else 0.0
+        replica = self._served.pop(sequence.request.id, 0)
         if sequence.error is not None:
             return SequenceResult(sequence.request.id, finish="error", error=sequence.error, seconds=seconds)
         kept = _joined(sequence.logits) if sequence.logits else None
@@ -328,6 +344,7 @@ class Engine:
             cached_tokens=sequence.cached,
             seconds=seconds,
             preemptions=sequence.preemptions,
+            replica=replica,
             drift=tuple(str(drift) for drift in self.drifts[self._seen :]),
         )
 
@@ -358,6 +375,14 @@ class Engine:
             found["prefix_hit_tokens"] = sum(cache.hits for cache in caches)
             found["prefix_query_tokens"] = sum(cache.queries for cache in caches)
         return found
+
+    def locate(
+        self, site: str, position: int, element: tuple[int, ...] = (), expert: int | None = None, replica: int = 0
+    ) -> tuple[str, ...]:
+        """Names of the ranks on which an element of a site came about (`adapt_engine.runtime.locate`)."""
+        plan = self._assembler.plan
+        ranks = locate(plan, self.options.page_size, site, position, element, expert, replica)
+        return tuple(plan.mesh.name(rank) for rank in ranks)
 
     @property
     def drifts(self) -> list[Drift]:

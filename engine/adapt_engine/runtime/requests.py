@@ -189,6 +189,8 @@ class SequenceResult:
     """Wall time from the first admission to completion; 0 where it was never admitted."""
     preemptions: int = 0
     """How often it had to give its blocks back and was computed again."""
+    replica: int = 0
+    """The dp place that served it."""
     drift: tuple[str, ...] = ()
     """Copies on several ranks that should have been equal and were not, seen while this run went on."""
 

@@ -196,11 +196,14 @@ class Scheduler:
             youngest = self.running[-1]
             if youngest is sequence:
                 return False
-            self._preempt(youngest)
+            self.preempt(youngest)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue with all that it knows and nothing computed."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the head of the queue with all that it knows and nothing computed.
+
+        It must be the youngest that runs, or order of arrival is lost.
+        """
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preemptions += 1

@@ -9,7 +9,7 @@ import torch
 
 from ..comm import Communicator
 from ..errors import EngineError
-from ..kernels import KernelRegistry, native, reference
+from ..kernels import KernelRegistry, native, reference, sdpa
 from ..kv.cache import PagedCache
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
@@ -28,7 +28,7 @@ __all__ = ["Worker", "kernels_of"]
 
 def kernels_of(options: EngineOptions) -> KernelRegistry:
     """The ops that these options ask for. Raises EngineError where a mode needs what no kernel has."""
-    offers = reference.offers() + (native.offers() if options.native else [])
+    offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
     return KernelRegistry(offers, DTYPES[options.precision], options.mode)
 
 

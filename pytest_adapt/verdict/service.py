@@ -1,0 +1,114 @@
+"""What a target promises beyond the numbers of one prompt: needles recalled, secrets kept, blocks given back, costs
+that grow no faster than they must, and figures that nobody judges. The judge has methods of the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pytest_adapt.golden.record import Record
+from pytest_adapt.inspect import InspectError
+from pytest_adapt.models.recall import Recall, story
+from pytest_adapt.models.walks import Walk, whose
+from pytest_adapt.perf.roofline import declared_peaks, measured_peaks, work
+from pytest_adapt.perf.timing import Round, figures
+from pytest_adapt.target.protocol import Response
+from pytest_adapt.verdict.growth import exponent
+from pytest_adapt.verdict.result import Figure
+
+if TYPE_CHECKING:
+    from pytest_adapt.verdict.judge import Judge
+
+__all__ = ["growth", "recalled", "returned", "timed", "walked"]
+
+
+def recalled(judge: Judge, prompt: str, response: Response, recall: Recall, record: Record) -> None:
+    """See `Judge.recalled`."""
+    count = response.prompt_tokens
+    tokens = next((part for part in (recall.tokens, recall.tokens[:count]) if len(part) == count), recall.tokens)
+    judge.prompt_tokens(prompt, response, tokens)
+    part = record if len(tokens) == len(record.tokens) else record.prefix(len(tokens))
+    if response.logits is not None or response.topk is not None or response.scores is not None:
+        rulers = np.isin(part.tokens[part.positions], recall.rulers)
+        judge.against_record(prompt, response, part.take(~rulers))
+        if rulers.any():
+            judge.against_record(prompt, response, part.take(rulers), pool="ruler.")
+    if response.tokens:
+        judge.generated(prompt, response, part, tokens)
+    said = _said(response)
+    known = [one for one in recall.questions if one.answer >= 0 and one.position in said]
+    lost = [one for one in known if said[one.position] != one.answer]
+    if known:
+        detail = story(known, lost) if lost else f"all {len(known)} recalled"
+        judge.promise(
+            "needles",
+            not lost,
+            detail,
+            value=float(len(lost)),
+            prompt=prompt,
+            position=lost[0].position if lost else None,
+            compared=len(known),
+        )
+
+
+def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
+    """See `Judge.walked`."""
+    judge.prompt_tokens(walk.name, response, walk.tokens)
+    made = len(response.tokens)
+    whole = made == count or response.finish == "abort"
+    wrong, owner = whose(walk, response.tokens, others)
+    detail = f"{wrong} of {made} tokens are not its own"
+    if owner:
+        detail = f"{detail}: they are the secret of {owner}, which ran beside it"
+    if not whole:
+        detail = f"{made} tokens came, {count} were asked for; {detail}"
+    ok = whole and not wrong
+    judge.promise(
+        "secret", ok, detail, value=float(wrong), prompt=walk.name, observable="text", compared=made if ok else 1
+    )
+
+
+def returned(judge: Judge, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """See `Judge.returned`."""
+    for name, wanted in (("running", 0.0), ("waiting", 0.0), ("kv_blocks_available", None)):
+        if name in before and name in after:
+            expected = before[name] if wanted is None else wanted
+            missing = abs(after[name] - expected)
+            detail = f"{after[name]:g} when all is done, {expected:g} expected"
+            judge.promise(f"returned.{name}", not missing, detail, value=missing)
+
+
+def growth(
+    judge: Judge, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]
+) -> None:
+    """See `Judge.growth`."""
+    seen = sum(value - min(values) > bound for value, bound in zip(values, least, strict=True))
+    found = exponent(lengths, values) if seen >= 2 else 0.0
+    detail = ", ".join(f"{length}: {value:.4g}" for length, value in zip(lengths, values, strict=True))
+    budget = most + 0.5
+    judge.promise(metric, found <= budget, detail, value=found, budget=budget, compared=len(lengths))
+
+
+def timed(label: str, rounds: Sequence[Round], precision: str, directory: Path | None) -> list[Figure]:
+    """See `Judge.timed`."""
+    spent, peaks = None, declared_peaks() or (measured_peaks() if directory is not None else None)
+    if rounds and directory is not None and peaks is not None:
+        lengths = [answer.prompt_tokens for answer in rounds[0].answers.values()]
+        with contextlib.suppress(InspectError):  # a structure that nobody counted has times all the same
+            spent = work(directory, precision, max(lengths), len(lengths))
+    return figures(label, rounds, spent, peaks)
+
+
+def _said(response: Response) -> dict[int, int]:
+    """Row -> the token that a response finds most probable after it."""
+    found = {}
+    if response.logits is not None:
+        found = dict(enumerate(np.asarray(response.logits).argmax(axis=1).tolist(), response.first_row))
+    elif response.topk is not None:
+        found = dict(enumerate(np.asarray(response.topk.ids)[:, 0].tolist(), response.first_row))
+    return found | {response.prompt_tokens - 1 + place: token for place, token in enumerate(response.tokens)}

@@ -1,0 +1,40 @@
+"""Growth with length is told from its exponent, in one run, whatever the units."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_adapt.verdict.growth import exponent
+from pytest_adapt.verdict.judge import Judge
+
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
+@pytest.mark.requirement(104, 105)
+@pytest.mark.parametrize(("power", "level"), [(1, 0.0), (1, 5.0), (2, 0.0), (2, 5.0), (3, 1.0)])
+def test_the_exponent_of_a_power_law_is_found(power: int, level: float) -> None:
+    for unit in (1e-9, 1.0, 1e9):
+        values = [unit * (level + (n / 1024) ** power) for n in LENGTHS]
+        assert exponent(LENGTHS, values) == pytest.approx(power, abs=0.1)
+
+
+def test_what_does_not_grow_has_exponent_0() -> None:
+    assert exponent(LENGTHS, [3.0, 3.0, 3.0, 3.0]) == 0.0
+    assert exponent(LENGTHS, [4.0, 3.0, 3.0, 2.0]) == 0.0
+    with pytest.raises(ValueError, match="three or more"):
+        exponent((1, 2), (1.0, 2.0))
+
+
+@pytest.mark.requirement(104)
+def test_a_matrix_of_all_pairs_fails_and_a_cache_does_not() -> None:
+    pairs = [length**2 for length in LENGTHS]
+    for values, red in (
+        ([4e7 + 2 * pair for pair in pairs], True),  # one head's scores in 16 bits
+        ([4e7 + 1e5 * length for length in LENGTHS], False),
+        ([0.0, 0.0, 0.0, 9e7], False),  # what an allocator hid until it could not
+        ([1e6, 2e6, 2e6, 7e6], False),
+    ):
+        judge = Judge("fp32")
+        judge.growth("memory.exponent", LENGTHS, values, most=1, least=pairs)
+        assert bool(judge.failures()) is red, values
+        assert judge.measurements[0].compared == 4
