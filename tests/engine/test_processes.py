@@ -44,6 +44,7 @@ CI = Path(__file__).resolve().parents[2] / "ci"
 
 
 def _drills() -> Any:
+    """``ci/drills.py``, which is no package."""
     spec = importlib.util.spec_from_file_location("adapt_drills", CI / "drills.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -169,7 +170,9 @@ def ready(self, original=module._Rank.ready):
                 assert torch.equal(received, rows(before + turn, (4, *width), dtype))
     big = torch.tensor([1.0, 2.0**24, -(2.0**24)])
     assert float(comm.all_reduce(big[me : me + 1], group, torch.float32)) == 0
+    assert len(comm._outbox) == 60
     comm.flush()
+    assert not comm._outbox
     return original(self)
 
 module._Rank.ready = ready
@@ -322,6 +325,13 @@ def test_ranks_end_with_the_process_that_forked_them(checkpoints: Checkpoints, m
         with pytest.raises(EngineError, match=r"rank . \(tp.\) closed its end"):
             list(engine.run(requests()))
     assert drills.alive(token) == []
+
+
+@pytest.mark.requirement(105)
+def test_a_process_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineError, match="the process that forks ranks does not answer .*exit status 1"):
+        Nursery(preload=["no_such_module"])
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
 @pytest.mark.requirement(105)
