@@ -56,7 +56,9 @@ class Drill:
     @classmethod
     def random(cls, dice: random.Random, kind: str) -> Drill:
         layout = dice.choice(LAYOUTS)
-        rank = dice.randrange(Layout.parse(layout).world)
+        shape = Layout.parse(layout)
+        senders = shape.world - (shape.world == shape.pp)  # a last stage of one rank has nobody to tell
+        rank = dice.randrange(senders)
         return cls(layout, kind, rank, dice.random(), dice.randrange(1 << 30))
 
     def __str__(self) -> str:

@@ -122,7 +122,7 @@ class BuiltinTarget:
                 "torch": torch.__version__,
                 "threads": str(threads),
                 "mode": self._settings.mode,
-                "ranks": f"{self.engine.layout.world} {'processes' if gloo else 'virtual'}",
+                "ranks": f"{self.engine.layout.world}{' processes' if gloo else ''}",
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
             },
             load={

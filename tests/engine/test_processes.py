@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from adapt_engine import CheckpointError, Engine, EngineError, EngineOptions, SequenceRequest, SequenceResult
 from adapt_engine.comm import Traffic
 from adapt_engine.comm.board import Board, Sight
+from adapt_engine.comm.distributed import Frame
 from adapt_engine.comm.ledger import Entry, Ledger
 from adapt_engine.config import MoESpec
 from adapt_engine.layout import Layout
@@ -24,7 +27,7 @@ from adapt_engine.mesh import Mesh
 from adapt_engine.runtime import watch
 from adapt_engine.runtime.assemble import Assembler
 from adapt_engine.runtime.nursery import Nursery
-from adapt_engine.runtime.plan import Answer, RankAnswer, StepPlan
+from adapt_engine.runtime.plan import Answer, RankAnswer, SequencePlan, StepPlan
 from adapt_engine.runtime.requests import DTYPES
 from adapt_engine.runtime.traffic import predict_traffic
 from adapt_engine.runtime.wire import Garbage, dumps, loads
@@ -41,6 +44,7 @@ CI = Path(__file__).resolve().parents[2] / "ci"
 
 
 def _drills() -> Any:
+    """``ci/drills.py``, which is no package."""
     spec = importlib.util.spec_from_file_location("adapt_drills", CI / "drills.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -166,7 +170,9 @@ def ready(self, original=module._Rank.ready):
                 assert torch.equal(received, rows(before + turn, (4, *width), dtype))
     big = torch.tensor([1.0, 2.0**24, -(2.0**24)])
     assert float(comm.all_reduce(big[me : me + 1], group, torch.float32)) == 0
+    assert len(comm._outbox) == 60
     comm.flush()
+    assert not comm._outbox
     return original(self)
 
 module._Rank.ready = ready
@@ -287,6 +293,48 @@ def test_an_engine_whose_ranks_failed_must_be_opened_again(checkpoints: Checkpoi
 
 
 @pytest.mark.requirement(105)
+@on_linux
+def test_a_rank_that_stands_still_between_steps_is_noticed(checkpoints: Checkpoints, nursery: Nursery) -> None:
+    """Whether the order finds room on its way to the rank or not."""
+    short = (SequencePlan((1, 2), 0, 2, torch.arange(2), 1),)
+    long = (SequencePlan((1, 2), 0, 2, torch.zeros(1 << 20, dtype=torch.int64), 1),)
+    options = EngineOptions(max_context=64, layout="pp2", threads=1, communicator="gloo", timeout=2)
+    for sequences, message in (
+        (
+            short,
+            r"rank 1 \(pp1\) is stopped and gives no sign of life for 2 s, while rank 0 \(pp0\) waits in send on pp",
+        ),
+        (long, r"rank 1 \(pp1\) is stopped and neither reads nor writes for 2 s"),
+    ):
+        with Engine.open(checkpoints("qwen3_moe_wide"), options, nursery=nursery) as engine:
+            os.kill(engine.executor.pids[1], signal.SIGSTOP)
+            with pytest.raises(EngineError, match=message):
+                engine.executor.step(StepPlan(0, (sequences,)))
+
+
+@pytest.mark.requirement(105)
+@on_linux
+def test_ranks_end_with_the_process_that_forked_them(checkpoints: Checkpoints, monkeypatch: Any) -> None:
+    token = f"nursery-{os.getpid()}"
+    monkeypatch.setenv("ADAPT_TEST_TOKEN", token)
+    options = EngineOptions(max_context=64, layout="tp2", threads=1, communicator="gloo", timeout=5)
+    with Engine.open(checkpoints("qwen3_moe_wide"), options) as engine:
+        assert len(drills.alive(token)) == 3
+        parent = int(Path(f"/proc/{engine.executor.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"rank . \(tp.\) closed its end"):
+            list(engine.run(requests()))
+    assert drills.alive(token) == []
+
+
+@pytest.mark.requirement(105)
+def test_a_process_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineError, match="the process that forks ranks does not answer .*exit status 1"):
+        Nursery(preload=["no_such_module"])
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+@pytest.mark.requirement(105)
 def test_a_checkpoint_is_refused_as_on_one_rank(copied: Callable[[str], Path], nursery: Nursery) -> None:
     directory = copied("qwen3_moe_wide")
     for file in directory.glob("model-00001-*.safetensors"):
@@ -388,6 +436,24 @@ def test_a_board_shows_what_each_rank_did_last() -> None:
     assert 0 <= time.monotonic() - other.beat < 60
     board.close()
     board.close()
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.parametrize("width", [0, 3, 900, 9000])
+def test_a_frame_with_any_bit_changed_is_refused(width: int) -> None:
+    payload = torch.arange(width).to(torch.uint8)
+    call = "all_gather on tp[0,1] ([1, 1] rows of [3] uint8)"
+    head = Frame(7, width, zlib.crc32(payload.numpy().data), call, "uint8", (1, width))
+    frame, *rest = head.pack(payload)
+    back, inside = Frame.unpack(frame)
+    assert back == head
+    assert torch.equal(payload, rest[0] if inside is None else inside)
+    dice = random.Random(width)
+    for _ in range(300):
+        changed = frame.clone()
+        changed[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
+        with pytest.raises(ValueError, match="checksum"):
+            Frame.unpack(changed)
 
 
 class Foreign:

@@ -1,6 +1,7 @@
 """Collectives between ranks: one abstract communicator, its implementations beside it.
 
-``communicator.Communicator`` is what model code calls; ``solo`` is one rank, ``virtual`` is all ranks in one process.
+``communicator.Communicator`` is what model code calls; ``solo`` is one rank, ``virtual`` is all ranks in one process,
+``distributed`` is one process a rank (imported where it is used: it brings torch.distributed along).
 """
 
 from __future__ import annotations

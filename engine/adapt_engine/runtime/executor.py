@@ -1,4 +1,4 @@
-"""Where the ranks of an engine live: here, one after the other; or, in another implementation, in processes."""
+"""Where the ranks of an engine live: here, one after the other; or in processes (`processes.ProcessExecutor`)."""
 
 from __future__ import annotations
 

@@ -43,14 +43,18 @@ class Nursery:
     Raises EngineError where the process does not come up within ``start_timeout`` seconds.
     """
 
-    def __init__(self, preload: Sequence[str] = (), start_timeout: float = 120.0) -> None:
+    def __init__(self, preload: Sequence[str] = (), start_timeout: float = 300.0) -> None:
         self._socket, theirs = socket.socketpair()
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _CODE, str(package), str(theirs.fileno()), *preload]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+                )
+        except OSError as problem:
+            self._socket.close()
+            raise EngineError(f"the process that forks ranks cannot be started: {problem}") from None
         try:
             self._ask(None, (), start_timeout)
         except BaseException:
@@ -103,7 +107,7 @@ class Nursery:
             reason = "it ended"
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)
+                self._process.wait(_GRACE)
             code = self._process.poll()
             state = "it runs" if code is None else f"exit status {code}"
             raise EngineError(f"the process that forks ranks does not answer ({reason}; {state})")

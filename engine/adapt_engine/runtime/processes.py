@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -131,8 +132,7 @@ class ProcessExecutor(Executor):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # A stopped rank neither reads nor writes: without a bound a full socket would stop us too.
-            bound = timedelta(seconds=self._timeout)
-            moment = int(bound.total_seconds()).to_bytes(8, "little") + bound.microseconds.to_bytes(8, "little")
+            moment = struct.pack("ll", int(self._timeout), int(self._timeout % 1 * 1e6))
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, moment)
             self._board.beat(rank)

@@ -46,8 +46,6 @@ def serve(rank: int, world: int, connection: Connection, descriptor: int) -> Non
                     answer = served.step(order)
                 else:
                     answer = Failed("EngineError", f"rank {rank}: cannot follow {type(order).__name__} now")
-            except OSError as problem:
-                answer = Failed(CheckpointError.__name__, f"{problem.filename}: cannot be read ({problem.strerror})")
             except Exception as problem:
                 answer = Failed(type(problem).__name__, str(problem), isinstance(problem, RankLost))
             connection.send_bytes(dumps(answer))
@@ -70,7 +68,11 @@ class _Rank:
         spec = spec_from_config(read_config(order.directory))
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
         self._comm: DistributedCommunicator = join(plan.mesh, rank, order.port, PATIENCE * options.timeout, board)
-        self._worker = Worker.open(order.directory, plan, options, self._comm)
+        try:
+            self._worker = Worker.open(order.directory, plan, options, self._comm)
+        except OSError as problem:
+            name = problem.filename or order.directory
+            raise CheckpointError(f"{name}: cannot be read ({problem.strerror})") from None
         self._wall = 0.0
 
     def ready(self) -> Ready:
