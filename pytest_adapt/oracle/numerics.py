@@ -87,9 +87,13 @@ class Numerics:
         out = np.empty((*batch, m, n), np.float32)
         width = max(1, _BLOCK // max(m, 1))
         for index in np.ndindex(batch):
-            left = np.ascontiguousarray(a[index].T)
+            left, right = np.ascontiguousarray(a[index].T), b[index]
+            if self._rounding.largest_apart:
+                order = np.argsort(-np.abs(left).max(axis=1), kind="stable")
+                order = np.concatenate((order[0::2], order[1::2][::-1]))
+                left, right = left[order], right[order]
             for start in range(0, n, width):
-                _rank_one_sum(left, np.ascontiguousarray(b[index][:, start : start + width]), out[index], start)
+                _rank_one_sum(left, np.ascontiguousarray(right[:, start : start + width]), out[index], start)
         return out
 
     def linear(self, x: np.ndarray, weight: str, bias: str | None = None, in_order: bool = False) -> np.ndarray:

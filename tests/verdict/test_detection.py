@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.oracle import Rounding
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of
 from pytest_adapt.verdict.budget import ulp
-from pytest_adapt.verdict.localise import OUTLIER, _SiteView, _widening
+from pytest_adapt.verdict.localise import OUTLIER, _SiteView, _widening, emulation_of_sites
 
 FAMILIES = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 TOKENS = 40
@@ -66,7 +65,7 @@ class Shown:
 def shown_sites(bench: Any, family: str, precision: str, rounds: str) -> list[Shown]:
     model = bench(family)
     tokens = model.tokens(TOKENS)
-    rounding, architecture = Rounding.of(precision), model.oracle.spec.architecture
+    rounding, architecture = emulation_of_sites(precision), model.oracle.spec.architecture
     exact = model.oracle.run(tokens, record=("*",)).sites
     forced = {name: value for name, value in exact.items() if layer_of(name)[1] not in UNRECORDED}
     emulated = model.oracle.run(tokens, forced=forced, rounding=rounding).own
