@@ -418,6 +418,9 @@ def test_slow_ranks_are_told_from_stuck_ones(sights: list[Sight], unfinished: li
     else:
         assert verdict is not None
         assert "{} {}".format(*verdict).startswith(expected)
+        # On a busy machine ranks that could run may be kept from it: that is no fault of theirs.
+        late = {rank for rank, one in enumerate(sights) if one.beat < 95} or {0}
+        assert watch.stuck(mesh, dict(enumerate(sights)), unfinished, 100.0, 5.0, late.__contains__) is None
 
 
 @pytest.mark.requirement(105)
