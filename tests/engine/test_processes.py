@@ -19,7 +19,7 @@ import torch
 from adapt_engine import CheckpointError, Engine, EngineError, EngineOptions, SequenceRequest, SequenceResult
 from adapt_engine.comm import Traffic
 from adapt_engine.comm.board import Board, Sight
-from adapt_engine.comm.distributed import Frame
+from adapt_engine.comm.distributed import DistributedCommunicator, Frame
 from adapt_engine.comm.ledger import Entry, Ledger
 from adapt_engine.config import MoESpec
 from adapt_engine.layout import Layout
@@ -458,6 +458,69 @@ def test_a_frame_with_any_bit_changed_is_refused(width: int) -> None:
         changed[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
         with pytest.raises(ValueError, match="checksum"):
             Frame.unpack(changed)
+
+
+class Loopback(DistributedCommunicator):
+    """Ends that meet in one list of message parts instead of a network."""
+
+    def __init__(self, rank: int, mail: list[torch.Tensor]) -> None:
+        super().__init__(Mesh(Layout.parse("pp2")), rank, timeout=1.0)
+        self.mail = mail
+
+    def _post(self, call: Any, peer: int, kind: int, number: int, parts: list[torch.Tensor]) -> list[Any]:
+        self.mail.extend(parts)
+        return []
+
+    def _listen(self, call: Any, peer: int, tag: int, size: int = 4096) -> tuple[Any, torch.Tensor]:
+        return None, self.mail.pop(0)
+
+    def _wait(self, work: Any, call: Any, peer: int) -> None: ...
+
+
+@pytest.mark.requirement(44, 105)
+@pytest.mark.parametrize("rows", [3, 3000])
+def test_what_happened_to_a_message_is_told_where_it_arrives(rows: int) -> None:
+    """Lost, doubled, damaged in its tensor, of another shape, of another call; within a frame and beside it."""
+
+    def received(change: Callable[[list[torch.Tensor]], object], shape: tuple[int, ...] = (rows, 2)) -> torch.Tensor:
+        mail: list[torch.Tensor] = []
+        ends = Loopback(0, mail), Loopback(1, mail)
+        group = ends[0]._mesh.group("pp", 0)
+        for turn in range(2):
+            ends[0].send(torch.full((rows, 2), float(turn)), group, 1)
+        change(mail)
+        ends[1].recv(group, 0, shape, torch.float32)
+        return ends[1].recv(group, 0, shape, torch.float32)
+
+    parts = 1 if rows == 3 else 2
+    assert torch.equal(received(lambda mail: None), torch.ones(rows, 2))
+
+    def lose(mail: list[torch.Tensor]) -> None:
+        del mail[:parts]
+
+    def double(mail: list[torch.Tensor]) -> None:
+        mail[:0] = mail[:parts]
+
+    with pytest.raises(
+        EngineError, match=r"rank 1 \(pp1\): recv on .*: message 2 of rank 0 \(pp0\) came where 1 was due"
+    ):
+        received(lose)
+    with pytest.raises(
+        EngineError, match=r"message 1 of rank 0 \(pp0\) came where 2 was due .*: one was lost or doubled"
+    ):
+        received(double)
+    damaged = "frame" if parts == 1 else "tensor"
+    with pytest.raises(EngineError, match=rf"a message of rank 0 \(pp0\) is damaged: checksum of its {damaged}"):
+        received(lambda mail: mail[parts - 1][20:21].add_(1))
+    with pytest.raises(EngineError, match=rf"recv on .*: rank 0 sent \[{rows}, 2\] float32, expected \[1, 2\] float32"):
+        received(lambda mail: None, (1, 2))
+
+    mail: list[torch.Tensor] = []
+    ends = Loopback(0, mail), Loopback(1, mail)
+    group = ends[0]._mesh.group("pp", 0)
+    ends[0].send(torch.zeros(rows, 2), group, 1)
+    with pytest.raises(EngineError, match=r"rank 1 \(pp1\) calls broadcast on pp\[0,1\].* where rank 0 .* called send"):
+        ends[1].broadcast(None, group, 0, (rows, 2), torch.float32)
 
 
 class Foreign:
