@@ -19,7 +19,7 @@ import torch
 from adapt_engine import CheckpointError, Engine, EngineError, EngineOptions, SequenceRequest, SequenceResult
 from adapt_engine.comm import Traffic
 from adapt_engine.comm.board import Board, Sight
-from adapt_engine.comm.distributed import Frame
+from adapt_engine.comm.distributed import DistributedCommunicator, Frame
 from adapt_engine.comm.ledger import Entry, Ledger
 from adapt_engine.config import MoESpec
 from adapt_engine.layout import Layout
@@ -254,7 +254,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_everyones_last_calls(
     fault: str, checkpoints: Checkpoints, faulty: tuple[Nursery, Path]
 ) -> None:
     own, file = faulty
-    options = EngineOptions(max_context=64, layout="tp2", threads=1, communicator="gloo", timeout=10)
+    options = EngineOptions(max_context=64, layout="tp2", threads=1, communicator="gloo")
     file.write_text(fault)
     with (
         pytest.raises(EngineError, match=ENDINGS[fault]) as caught,
@@ -276,14 +276,14 @@ def test_a_rank_that_fails_ends_the_run_with_its_name_and_everyones_last_calls(
 def test_drills_end_in_time_with_rank_and_collective_and_leave_nothing(kind: str, checkpoints: Checkpoints) -> None:
     """One of each; ``ci/drills.py`` runs as many as one likes."""
     drill = drills.Drill(layout="tp2.sp2" if kind == "stall" else "tp2", kind=kind, rank=1, at=0.4, seed=3)
-    outcome = drills.run(drill, checkpoints("qwen3_moe_wide"), timeout=3)
+    outcome = drills.run(drill, checkpoints("qwen3_moe_wide"), timeout=5 if kind == "stall" else 20)
     assert outcome.problems == []
     assert outcome.error, "a fault in the middle of a run was not noticed"
 
 
 @pytest.mark.requirement(105)
 def test_an_engine_whose_ranks_failed_must_be_opened_again(checkpoints: Checkpoints, nursery: Nursery) -> None:
-    options = EngineOptions(max_context=64, layout="pp2", threads=1, communicator="gloo", timeout=5)
+    options = EngineOptions(max_context=64, layout="pp2", threads=1, communicator="gloo")
     with Engine.open(checkpoints("qwen3_moe_wide"), options, nursery=nursery) as engine:
         os.kill(engine.executor.pids[1], signal.SIGKILL)
         with pytest.raises(EngineError, match=r"rank 1 \(pp1\) was ended by SIGKILL"):
@@ -298,13 +298,13 @@ def test_a_rank_that_stands_still_between_steps_is_noticed(checkpoints: Checkpoi
     """Whether the order finds room on its way to the rank or not."""
     short = (SequencePlan((1, 2), 0, 2, torch.arange(2), 1),)
     long = (SequencePlan((1, 2), 0, 2, torch.zeros(1 << 20, dtype=torch.int64), 1),)
-    options = EngineOptions(max_context=64, layout="pp2", threads=1, communicator="gloo", timeout=2)
+    options = EngineOptions(max_context=64, layout="pp2", threads=1, communicator="gloo", timeout=3)
     for sequences, message in (
         (
             short,
-            r"rank 1 \(pp1\) is stopped and gives no sign of life for 2 s, while rank 0 \(pp0\) waits in send on pp",
+            r"rank 1 \(pp1\) is stopped and gives no sign of life for 3 s, while rank 0 \(pp0\) waits in send on pp",
         ),
-        (long, r"rank 1 \(pp1\) is stopped and neither reads nor writes for 2 s"),
+        (long, r"rank 1 \(pp1\) is stopped and neither reads nor writes for 3 s"),
     ):
         with Engine.open(checkpoints("qwen3_moe_wide"), options, nursery=nursery) as engine:
             os.kill(engine.executor.pids[1], signal.SIGSTOP)
@@ -317,7 +317,7 @@ def test_a_rank_that_stands_still_between_steps_is_noticed(checkpoints: Checkpoi
 def test_ranks_end_with_the_process_that_forked_them(checkpoints: Checkpoints, monkeypatch: Any) -> None:
     token = f"nursery-{os.getpid()}"
     monkeypatch.setenv("ADAPT_TEST_TOKEN", token)
-    options = EngineOptions(max_context=64, layout="tp2", threads=1, communicator="gloo", timeout=5)
+    options = EngineOptions(max_context=64, layout="tp2", threads=1, communicator="gloo")
     with Engine.open(checkpoints("qwen3_moe_wide"), options) as engine:
         assert len(drills.alive(token)) == 3
         parent = int(Path(f"/proc/{engine.executor.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
@@ -352,15 +352,17 @@ CONTROLLER = """
 import sys
 from adapt_engine import Engine, EngineOptions, SequenceRequest
 
-options = EngineOptions(max_context=4096, layout="tp2", threads=1, communicator="gloo", timeout=5)
-with Engine.open(sys.argv[1], options) as engine:
-    print("open", flush=True)
-    try:
-        list(engine.run([SequenceRequest("0", (1, 2, 3), max_new_tokens=4000)]))
-    except KeyboardInterrupt:
-        assert not engine.executor.pids
-        print("interrupted", flush=True)
-        raise
+options = EngineOptions(max_context=4096, layout="tp2", threads=1, communicator="gloo", timeout=30)
+try:
+    with Engine.open(sys.argv[1], options) as engine:
+        engine.submit(SequenceRequest("0", (1, 2, 3), max_new_tokens=4000))
+        engine.step()
+        print("running", flush=True)
+        while engine.busy:
+            engine.step()
+except KeyboardInterrupt:
+    assert not engine.executor.pids
+    print("interrupted", flush=True)
 """
 
 
@@ -377,13 +379,12 @@ def test_no_rank_outlives_a_controller_that_is_interrupted_or_killed(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as controller:
         assert controller.stdout is not None
-        assert controller.stdout.readline() == "open\n"
+        assert controller.stdout.readline() == "running\n"
         assert len(drills.alive(token)) == 4, "controller, nursery, two ranks"
-        time.sleep(0.3)
         controller.send_signal(number)
         rest = controller.stdout.read()
     assert rest == ("interrupted\n" if number == signal.SIGINT else "")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 30
     while drills.alive(token) and time.monotonic() < until:
         time.sleep(0.05)
     assert drills.alive(token) == []
@@ -417,6 +418,9 @@ def test_slow_ranks_are_told_from_stuck_ones(sights: list[Sight], unfinished: li
     else:
         assert verdict is not None
         assert "{} {}".format(*verdict).startswith(expected)
+        # On a busy machine ranks that could run may be kept from it: that is no fault of theirs.
+        late = {rank for rank, one in enumerate(sights) if one.beat < 95} or {0}
+        assert watch.stuck(mesh, dict(enumerate(sights)), unfinished, 100.0, 5.0, late.__contains__) is None
 
 
 @pytest.mark.requirement(105)
@@ -454,6 +458,69 @@ def test_a_frame_with_any_bit_changed_is_refused(width: int) -> None:
         changed[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
         with pytest.raises(ValueError, match="checksum"):
             Frame.unpack(changed)
+
+
+class Loopback(DistributedCommunicator):
+    """Ends that meet in one list of message parts instead of a network."""
+
+    def __init__(self, rank: int, mail: list[torch.Tensor]) -> None:
+        super().__init__(Mesh(Layout.parse("pp2")), rank, timeout=1.0)
+        self.mail = mail
+
+    def _post(self, call: Any, peer: int, kind: int, number: int, parts: list[torch.Tensor]) -> list[Any]:
+        self.mail.extend(parts)
+        return []
+
+    def _listen(self, call: Any, peer: int, tag: int, size: int = 4096) -> tuple[Any, torch.Tensor]:
+        return None, self.mail.pop(0)
+
+    def _wait(self, work: Any, call: Any, peer: int) -> None: ...
+
+
+@pytest.mark.requirement(44, 105)
+@pytest.mark.parametrize("rows", [3, 3000])
+def test_what_happened_to_a_message_is_told_where_it_arrives(rows: int) -> None:
+    """Lost, doubled, damaged in its tensor, of another shape, of another call; within a frame and beside it."""
+
+    def received(change: Callable[[list[torch.Tensor]], object], shape: tuple[int, ...] = (rows, 2)) -> torch.Tensor:
+        mail: list[torch.Tensor] = []
+        ends = Loopback(0, mail), Loopback(1, mail)
+        group = ends[0]._mesh.group("pp", 0)
+        for turn in range(2):
+            ends[0].send(torch.full((rows, 2), float(turn)), group, 1)
+        change(mail)
+        ends[1].recv(group, 0, shape, torch.float32)
+        return ends[1].recv(group, 0, shape, torch.float32)
+
+    parts = 1 if rows == 3 else 2
+    assert torch.equal(received(lambda mail: None), torch.ones(rows, 2))
+
+    def lose(mail: list[torch.Tensor]) -> None:
+        del mail[:parts]
+
+    def double(mail: list[torch.Tensor]) -> None:
+        mail[:0] = mail[:parts]
+
+    with pytest.raises(
+        EngineError, match=r"rank 1 \(pp1\): recv on .*: message 2 of rank 0 \(pp0\) came where 1 was due"
+    ):
+        received(lose)
+    with pytest.raises(
+        EngineError, match=r"message 1 of rank 0 \(pp0\) came where 2 was due .*: one was lost or doubled"
+    ):
+        received(double)
+    damaged = "frame" if parts == 1 else "tensor"
+    with pytest.raises(EngineError, match=rf"a message of rank 0 \(pp0\) is damaged: checksum of its {damaged}"):
+        received(lambda mail: mail[parts - 1][20:21].add_(1))
+    with pytest.raises(EngineError, match=rf"recv on .*: rank 0 sent \[{rows}, 2\] float32, expected \[1, 2\] float32"):
+        received(lambda mail: None, (1, 2))
+
+    mail: list[torch.Tensor] = []
+    ends = Loopback(0, mail), Loopback(1, mail)
+    group = ends[0]._mesh.group("pp", 0)
+    ends[0].send(torch.zeros(rows, 2), group, 1)
+    with pytest.raises(EngineError, match=r"rank 1 \(pp1\) calls broadcast on pp\[0,1\].* where rank 0 .* called send"):
+        ends[1].broadcast(None, group, 0, (rows, 2), torch.float32)
 
 
 class Foreign:

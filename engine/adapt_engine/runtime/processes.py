@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -206,7 +207,9 @@ class ProcessExecutor(Executor):
     def _check(self, unfinished: list[int]) -> None:
         """Raise where ranks stand still."""
         now, sights = time.monotonic(), self._sights()
-        verdict = watch.stuck(self._mesh, sights, unfinished, now, self._timeout)
+        verdict = watch.stuck(
+            self._mesh, sights, unfinished, now, self._timeout, lambda r: "R" in _states(self.pids[r])
+        )
         if verdict is not None:
             rank, what = verdict
             raise self._fail(rank, f"{_condition(self.pids[rank])}{what}")
@@ -260,9 +263,14 @@ def _ending(code: int | None) -> str:
 
 
 def _condition(pid: int) -> str:
-    """``is stopped, `` for a process that a signal stopped; nothing where that cannot be told."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "is stopped and " if state in "Tt" else ""
+    """``is stopped and `` for a process that a signal stopped; nothing where that cannot be told."""
+    return "is stopped and " if {"T", "t"} & set(_states(pid)) else ""
+
+
+def _states(pid: int) -> str:
+    """One letter for each thread, as in proc(5): R runs or would run, S sleeps, T is stopped; empty without /proc."""
+    found = ""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            found += thread.read_text().rpartition(")")[2].split()[0]
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..comm.board import Sight
 from ..mesh import Mesh
@@ -11,19 +11,25 @@ __all__ = ["around", "report", "stuck"]
 
 
 def stuck(
-    mesh: Mesh, sights: Mapping[int, Sight], unfinished: Iterable[int], now: float, timeout: float
+    mesh: Mesh,
+    sights: Mapping[int, Sight],
+    unfinished: Iterable[int],
+    now: float,
+    timeout: float,
+    runnable: Callable[[int], bool] = lambda rank: False,
 ) -> tuple[int, str] | None:
     """The rank that holds the others up, and how; None while they may still go on.
 
     A rank is stuck that gave no sign of life for ``timeout`` seconds; ranks are stuck that all wait for one another
-    as long. A rank that computes is not, however long it takes.
+    as long. A rank that computes is not, however long it takes; nor is one that would run (``runnable``) if a busy
+    machine let it.
     """
     open_ranks = sorted(unfinished)
-    silent = [rank for rank in open_ranks if now - sights[rank].beat > timeout]
+    silent = [rank for rank in open_ranks if now - sights[rank].beat > timeout and not runnable(rank)]
     if silent:
         return silent[0], f"gives no sign of life for {timeout:g} s, {around(mesh, sights, silent[0], open_ranks)}"
     waiting = [rank for rank in open_ranks if sights[rank].awaited >= 0 and now - sights[rank].changed > timeout]
-    if not open_ranks or waiting != open_ranks:
+    if not open_ranks or waiting != open_ranks or any(runnable(rank) for rank in open_ranks):
         return None
     rank = _first_of_circle(sights, waiting)
     other = sights[rank].awaited
