@@ -88,7 +88,7 @@ class Numerics:
         width = max(1, _BLOCK // max(m, 1))
         for index in np.ndindex(batch):
             left, right = np.ascontiguousarray(a[index].T), b[index]
-            if self._rounding.largest_apart:
+            if self._rounding is not None and self._rounding.largest_apart:
                 order = np.argsort(-np.abs(left).max(axis=1), kind="stable")
                 order = np.concatenate((order[0::2], order[1::2][::-1]))
                 left, right = left[order], right[order]
