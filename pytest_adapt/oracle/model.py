@@ -39,6 +39,8 @@ class Trace:
     """Recorded values that the run went on with; float64, or float32 under an emulation (int64 for ids)."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
     """For each forced site, and the ids of each replayed layer: what the run itself computed there."""
+    terms: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of a ``sized`` run, for each forced site that is one matrix product: the sum of its terms' magnitudes."""
     ids: dict[int, np.ndarray] = field(default_factory=dict)
     """Layer -> int64 [T, k]: expert ids, ascending, that the run went on with."""
     selection: dict[int, np.ndarray] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Oracle:
         forced: Mapping[str, np.ndarray] | None = None,
         replay: Mapping[int, np.ndarray] | None = None,
         rows: Sequence[int] | None = None,
+        sized: bool = False,
     ) -> Trace:
         """Run the model on a token sequence.
 
@@ -77,6 +80,7 @@ class Oracle:
         forced: full site name -> another's value for all T rows (logits: the asked rows); the run keeps its own
         value in ``Trace.own`` and goes on with the given one, so own minus given is the error of one operation.
         replay: layer -> expert ids [T, k], forces just these. rows: rows of which logits are wanted.
+        sized: ``Trace.terms`` gets the sums of term magnitudes of forced sites that are one matrix product.
         Raises OracleError for tokens outside the vocabulary, sites that do not occur, shapes that do not fit, and
         weights that make float64 logits infinite or NaN.
         """
@@ -92,7 +96,10 @@ class Oracle:
                 raise OracleError(f"forced {name}: scores and probs pass in row blocks; force attn.context instead")
         trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
         run = _Run(
-            self.spec, Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given), given, trace
+            self.spec,
+            Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given, sized),
+            given,
+            trace,
         )
         # An emulation may overflow as the real engine would: infinities and NaN are its result, not a warning.
         with np.errstate(all="ignore"), one_blas_thread():
@@ -130,7 +137,7 @@ class _Run:
             x = x[rows]
         head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
         self.trace.logits = n.site("logits", n.linear(x, head)).astype(np.float64)
-        self.trace.sites, self.trace.own = n.sites, n.own
+        self.trace.sites, self.trace.own, self.trace.terms = n.sites, n.own, n.terms
 
     def layer(self, layer: int, x: np.ndarray, tables: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         n, spec = self.n, self.spec

@@ -24,7 +24,8 @@ class Numerics:
     """One run's arithmetic and its record of named values. ``weight`` gives a stored weight by name.
 
     ``sites`` gets values whose full name matches a pattern of ``record``. A name in ``forced`` stores the run's
-    own value in ``own`` and goes on with the given one, so that an error never travels past a forced site.
+    own value in ``own`` and goes on with the given one, so that an error never travels past a forced site. ``sized``:
+    of forced sites that are one matrix product, ``terms`` gets the sums of their terms' magnitudes, in the same shape.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Numerics:
         rounding: Rounding | None = None,
         record: tuple[str, ...] = (),
         forced: Mapping[str, np.ndarray] | None = None,
+        sized: bool = False,
     ) -> None:
         self._weight = weight
         self._architecture = architecture
@@ -43,6 +45,9 @@ class Numerics:
         self.dtype = np.dtype(np.float64 if rounding is None else np.float32)
         self.sites: dict[str, np.ndarray] = {}
         self.own: dict[str, np.ndarray] = {}
+        self.terms: dict[str, np.ndarray] = {}
+        self._sized = sized
+        self._latest: tuple[np.ndarray | None, np.ndarray] = (None, np.empty(0))
 
     @property
     def in_order(self) -> bool:
@@ -54,6 +59,9 @@ class Numerics:
         x = self.inner(name, x)
         if name in self._forced:
             self.own[name] = x
+            product, terms = self._latest
+            if x is product or (product is not None and x.base is product):
+                self.terms[name] = terms.reshape(x.shape)
             x = self._given(name, x)
         if matches(name, self._record) and layer_of(name)[1] not in UNRECORDED:
             self.sites[name] = x
@@ -87,19 +95,20 @@ class Numerics:
         out = np.empty((*batch, m, n), np.float32)
         width = max(1, _BLOCK // max(m, 1))
         for index in np.ndindex(batch):
-            left, right = np.ascontiguousarray(a[index].T), b[index]
-            if self._rounding is not None and self._rounding.largest_apart:
-                order = np.argsort(-np.abs(left).max(axis=1), kind="stable")
-                order = np.concatenate((order[0::2], order[1::2][::-1]))
-                left, right = left[order], right[order]
+            left = np.ascontiguousarray(a[index].T)
             for start in range(0, n, width):
-                _rank_one_sum(left, np.ascontiguousarray(right[:, start : start + width]), out[index], start)
+                _rank_one_sum(left, np.ascontiguousarray(b[index][:, start : start + width]), out[index], start)
         return out
 
     def linear(self, x: np.ndarray, weight: str, bias: str | None = None, in_order: bool = False) -> np.ndarray:
         """x [T, in] times the transposed weight [out, in], plus bias [out]; ``in_order`` as in `matmul`."""
-        y = self.matmul(x, self.parameter(weight).T, in_order)
-        return y if bias is None else y + self.parameter(bias)
+        matrix = self.parameter(weight).T
+        y = self.matmul(x, matrix, in_order)
+        if bias is not None:
+            y = y + self.parameter(bias)
+        if self._sized:
+            self._latest = y, np.abs(x) @ np.abs(matrix)
+        return y
 
     def total(self, x: np.ndarray) -> np.ndarray:
         """Sum over the last axis, kept as an axis of 1."""

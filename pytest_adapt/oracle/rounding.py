@@ -92,13 +92,11 @@ class Rounding:
 
     With ``sequential`` every dot product and every sum adds one term after the other in float32; without it,
     sums are float32 in an order that BLAS chooses, far below the grid of the formats that the rules name.
-    ``largest_apart``: dot products that are summed term by term have the largest inputs of all rows at their two ends.
     """
 
     name: str
     rules: tuple[Rule, ...]
     sequential: bool = False
-    largest_apart: bool = False
     _resolved: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = field(
         default_factory=dict, repr=False, compare=False
     )

@@ -40,7 +40,7 @@ POOLED_QUANTILE, SITE_QUANTILE = 3.7, 4.75
 compares tens of thousands of sites)."""
 
 _ALONE = 9
-"""Luck is judged by at least so many rows."""
+"""Rows that the luck of a row which stands out is judged by, at least."""
 
 
 def ulp(values: np.ndarray | float, precision: str) -> np.ndarray:
@@ -164,22 +164,20 @@ class Comparison:
 
         A multiple of the emulation's largest error over all rows. Where the emulation itself errs more in a row than
         elsewhere (cancellation, a volatile position), the row's budget grows alike: as many of its own rms as the
-        largest error of any row is of that row's. The fewer rows lie at positions where it errs as much, the more of
-        that is the luck of few draws (`spread`). Never below one ulp at the row's own magnitude.
+        largest error of any row is of that row's, and the fewer rows err like it, the more of that is one draw's luck
+        (`spread`). Never below one ulp at the row's own magnitude.
         """
-        root = np.sqrt(self._all("yard_square"))
-        largest = self._all("yard_largest")
+        largest, root = self._all("yard_largest"), np.sqrt(self._all("yard_square"))
         yard = float(largest.max())
         peak = float(np.max(np.divide(largest, root, out=np.zeros_like(root), where=root > 0)))
-        at_position = [_largest_at_position(rows) for rows in self.rows]
-        ascending = np.sort(np.concatenate(at_position))
+        ascending = np.sort(root)
         found = []
-        for rows, error in zip(self.rows, at_position, strict=True):
-            # A position that stands out alone was no lucky one: the emulation erred there, so its error says something.
-            alike = np.maximum(len(ascending) - np.searchsorted(ascending, error / 2), min(len(ascending), _ALONE))
+        for rows in self.rows:
+            own = np.sqrt(rows.yard_square)
+            # A row that stands out alone was no lucky one: the emulation erred there, so its error says something.
+            alike = np.maximum(len(ascending) - np.searchsorted(ascending, own / 2), min(len(ascending), _ALONE))
             factor = np.maximum(MAX_FACTOR, np.exp(self.quantile / np.sqrt(alike))) * self.widen
-            own = peak * np.sqrt(rows.yard_square)
-            found.append(np.maximum(factor * np.maximum(yard, own), rows.floor * self.widen))
+            found.append(np.maximum(factor * np.maximum(yard, peak * own), rows.floor * self.widen))
         return found
 
     def mean(self) -> tuple[float, float]:
@@ -214,14 +212,6 @@ class Comparison:
 
     def _all(self, name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(rows, name), np.float64) for rows in self.rows])
-
-
-def _largest_at_position(rows: Rows) -> np.ndarray:
-    """The emulation's largest error over all rows of each row's position (its heads, or its slots)."""
-    _, place = np.unique(rows.positions, return_inverse=True)
-    found = np.zeros(int(place.max()) + 1)
-    np.maximum.at(found, place, rows.yard_largest)
-    return found[place]
 
 
 def _root_mean(squares: np.ndarray, weight: np.ndarray) -> float:

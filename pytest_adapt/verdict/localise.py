@@ -21,10 +21,9 @@ from pytest_adapt.verdict.discrete import Flip, judge_choices, row_error, shape_
 from pytest_adapt.verdict.result import Divergence, Measurement
 
 if TYPE_CHECKING:
-    from pytest_adapt.oracle import Rounding
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["SiteReport", "compare_sites", "emulation_of_sites", "with_ranks"]
+__all__ = ["SiteReport", "compare_sites", "error_scale", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -66,6 +65,7 @@ def compare_sites(
     ``fused`` for a target whose shown values are rounded copies of what it goes on with: then the input of an
     operation is off by one rounding too (`_widening`). ``router`` is `Info.router`.
     """
+    from pytest_adapt.oracle import Rounding
     from pytest_adapt.oracle.rounding import FORMATS
 
     report = SiteReport()
@@ -82,8 +82,9 @@ def compare_sites(
         return report
     floats = {name: value for name, value in shown.items() if layer_of(name)[1] not in CHOICES}
     forced = {**floats, **{name: value for name, value in shown.items() if name not in floats}}
-    rounding = emulation_of_sites(precision)
-    exact, emulated = (oracle.run(tokens, forced=forced, rounding=how) for how in (None, rounding))
+    rounding = Rounding.of(precision)
+    exact = oracle.run(tokens, forced=forced, sized=True)
+    emulated = oracle.run(tokens, forced=forced, rounding=rounding)
     _judge_choices(report, prompt, shown, exact, emulated, length)
     worst: dict[str, Measurement] = {}
     for name, value in floats.items():
@@ -93,7 +94,9 @@ def compare_sites(
             # Router logits held as eager code holds them: rounding them adds to what the emulation errs already.
             other = np.asarray(FORMATS[form](other.astype(np.float32)), np.float64)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
-        view = _SiteView(prompt, name, np.asarray(value, np.float64), own, other, form, ids, length)
+        view = _SiteView(
+            prompt, name, np.asarray(value, np.float64), own, other, form, ids, length, exact.terms.get(name)
+        )
         for measurement, divergence in view.judge(_widening(name, precision, rounds)):
             if divergence is not None:
                 report.fail(measurement, divergence)
@@ -103,18 +106,6 @@ def compare_sites(
     # One line a statistic for what passed: the site that used most of its budget.
     report.measurements += [measurement for measurement in worst.values() if measurement.ok]
     return report
-
-
-def emulation_of_sites(precision: str) -> Rounding:
-    """The emulation whose errors single operations are held to.
-
-    Its dot products have the largest inputs at their two ends. Real models have a few huge activations that cancel:
-    every addition between two of them rounds at their scale, so that the error of a sum depends on how far apart they
-    stand, and every engine has an order of its own. Where no input stands out, neither does any order.
-    """
-    from pytest_adapt.oracle import Rounding
-
-    return replace(Rounding.of(precision), largest_apart=True)
 
 
 @dataclass
@@ -129,19 +120,17 @@ class _SiteView:
     form: str
     ids: np.ndarray | None
     prompt_tokens: int
+    terms: np.ndarray | None = None
+    """Sums of the magnitudes of the terms that each value is made of, where it is one matrix product."""
 
     def judge(self, widen: float) -> list[tuple[Measurement, Divergence | None]]:
         """Both statistics, with a divergence where one is over its budget.
 
-        Errors are taken relative to the rms of their row (one position, head or slot), otherwise a row of large values
-        would hide a fault in a row of small ones; where a value stands out of its row, relative to its own part of
-        that, otherwise the rounding of one outlier (real models have some at the first position) would be the
-        yardstick of all others.
+        Errors are taken relative to what they can be expected to be proportional to (`error_scale`).
         """
         width = self.own.shape[-1]
         own, value, emulated = (array.reshape(-1, width) for array in (self.own, self.value, self.emulated))
-        scale = np.maximum(np.sqrt(np.mean(own**2, axis=1, keepdims=True)), np.abs(own) / OUTLIER)
-        scale = np.where(scale > 0, scale, 1.0)
+        scale = error_scale(own, None if self.terms is None else self.terms.reshape(-1, width))
         per_token = len(own) // len(self.own)
         positions = np.repeat(np.arange(len(self.own)), per_token)
         rows = Rows.of_elements(
@@ -202,6 +191,25 @@ def with_ranks(divergence: Divergence | None, response: Response) -> Divergence 
         return divergence
     ranks = response.origin(divergence.site, divergence.position, tuple(divergence.element), divergence.expert)
     return replace(divergence, ranks=tuple(ranks))
+
+
+def error_scale(own: np.ndarray, terms: np.ndarray | None) -> np.ndarray:
+    """What errors of the values ``own`` [rows, n] are judged relative to; float64 [rows, n], positive.
+
+    The rms of their row (one position, head or slot), otherwise a row of large values would hide a fault in a row of
+    small ones. More for a value that stands out of its row, otherwise the rounding of one outlier (real models have
+    some at the first position) would be the yardstick of all others. And more for a sum whose ``terms`` have larger
+    magnitudes, for its row, than is usual at this site: where they cancel, its error is that of the terms and of the
+    order in which an engine adds them (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    """
+    rms = np.sqrt(np.mean(own**2, axis=1, keepdims=True))
+    scale = np.maximum(rms, np.abs(own) / OUTLIER)
+    if terms is not None and (rms > 0).any():
+        usual = float(np.median((terms / np.where(rms > 0, rms, np.inf))[rms[:, 0] > 0]))
+        if usual > 0:
+            scale = np.maximum(scale, terms / usual)
+    found: np.ndarray = np.where(scale > 0, scale, 1.0)
+    return found
 
 
 def _widening(name: str, precision: str, rounds: str) -> float:

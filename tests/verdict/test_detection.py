@@ -6,15 +6,17 @@ more cost sensitivity where they apply; this is the bound on what they cost, at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pytest_adapt.oracle import Rounding
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of
 from pytest_adapt.verdict.budget import ulp
-from pytest_adapt.verdict.localise import OUTLIER, _SiteView, _widening, emulation_of_sites
+from pytest_adapt.verdict.localise import _SiteView, _widening, error_scale
 
 FAMILIES = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 TOKENS = 40
@@ -35,12 +37,12 @@ class Shown:
     emulated: np.ndarray
     """The same under the emulation of this operation alone."""
     widen: float
-    scale: np.ndarray = field(init=False)
-    """float64 [rows, n]: what errors are relative to: the rms of the row, or a part of an outlying value."""
+    terms: np.ndarray | None
 
-    def __post_init__(self) -> None:
-        scale = np.maximum(np.sqrt(np.mean(self.own**2, axis=1, keepdims=True)), np.abs(self.own) / OUTLIER)
-        object.__setattr__(self, "scale", np.where(scale > 0, scale, 1.0))
+    @cached_property
+    def scale(self) -> np.ndarray:
+        """float64 [rows, n]: what errors are relative to."""
+        return error_scale(self.own, self.terms)
 
     def yardstick(self) -> tuple[np.ndarray, float, float]:
         """The emulation's rms in each row [rows], over all, and its largest error, in units of ``scale`` (as errors are
@@ -52,7 +54,7 @@ class Shown:
     def red(self, error: np.ndarray) -> set[str]:
         """Statistics that fail for an error [rows, n] in units of ``scale``."""
         view = _SiteView(
-            "p", self.name, self.own + error * self.scale, self.own, self.emulated, self.form, None, TOKENS
+            "p", self.name, self.own + error * self.scale, self.own, self.emulated, self.form, None, TOKENS, self.terms
         )
         return {measurement.metric for measurement, found in view.judge(self.widen) if found is not None}
 
@@ -65,17 +67,19 @@ class Shown:
 def shown_sites(bench: Any, family: str, precision: str, rounds: str) -> list[Shown]:
     model = bench(family)
     tokens = model.tokens(TOKENS)
-    rounding, architecture = emulation_of_sites(precision), model.oracle.spec.architecture
+    rounding, architecture = Rounding.of(precision), model.oracle.spec.architecture
     exact = model.oracle.run(tokens, record=("*",)).sites
     forced = {name: value for name, value in exact.items() if layer_of(name)[1] not in UNRECORDED}
     emulated = model.oracle.run(tokens, forced=forced, rounding=rounding).own
+    terms = model.oracle.run(tokens, forced=forced, sized=True).terms
     found = []
     for name, value in forced.items():
         if layer_of(name)[1] in CHOICES:
             continue
         form, width = rounding.format_of(name, architecture), value.shape[-1]
         own, other = (np.asarray(array, np.float64).reshape(-1, width) for array in (value, emulated[name]))
-        found.append(Shown(name, form, own, other, _widening(name, precision, rounds)))
+        sums = terms[name].reshape(own.shape) if name in terms else None
+        found.append(Shown(name, form, own, other, _widening(name, precision, rounds), sums))
     return found
 
 

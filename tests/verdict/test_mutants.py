@@ -276,7 +276,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str]] = {
         "yard_square=np.mean(errors**2, axis=1)",
     ),
     "rms budget ten times": (budget, "max(RMS_FACTOR, spread(self.positions, self.quantile)) * yard", "10 * yard"),
-    "largest budget unlimited": (budget, "factor * np.maximum(yard, own)", "1e9 * np.maximum(yard, own)"),
+    "largest budget unlimited": (budget, "factor * np.maximum(yard, peak", "1e9 * np.maximum(yard, peak"),
     "last rows dropped": (budget, "getattr(self, one.name)[keep]", "getattr(self, one.name)[keep][:-1]"),
     "pooled mean instead of root": (
         budget,
