@@ -119,7 +119,7 @@ def run(drill: Drill, directory: Path, timeout: float) -> Outcome:
     error, problems, found = "", [], right
     # libuv, behind the store, keeps one pipe from its first use on.
     TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    before = descriptors()
+    before, ports = descriptors(), set(listening())
     with scratch() as (folder, token):
         mark = folder / "mark"
         os.environ["ADAPT_DRILL"] = json.dumps({**fault, "mark": str(mark), "token": token})
@@ -136,7 +136,7 @@ def run(drill: Drill, directory: Path, timeout: float) -> Outcome:
         problems += [f"file left: {path}" for path in folder.iterdir()]
         problems += [f"process left: {name}" for name in alive(token)]
     seconds = ended - (happened or opened)
-    problems += [f"port left: {port}" for port in listening()]
+    problems += [f"port left: {port}" for port in set(listening()) - ports]
     problems += [f"descriptor left: {name}" for name in descriptors() - before]
     if seconds > LIMIT:
         problems.append(f"took {seconds:.1f} s")

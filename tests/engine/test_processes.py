@@ -349,8 +349,10 @@ def test_a_checkpoint_is_refused_as_on_one_rank(copied: Callable[[str], Path], n
 
 
 CONTROLLER = """
-import sys
+import signal, sys
 from adapt_engine import Engine, EngineOptions, SequenceRequest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
 
 options = EngineOptions(max_context=4096, layout="tp2", threads=1, communicator="gloo", timeout=30)
 try:

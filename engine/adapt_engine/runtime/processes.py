@@ -121,13 +121,15 @@ class ProcessExecutor(Executor):
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, None, True, timeout=bound, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        for rank in range(world):
-            self._fork(rank, world)
-        order = dumps(Open(directory, options, port, max(1, (options.threads or _cores()) // world)))
-        self._tell([order] * world)
-        ready = self._hear(Ready)
-        del store
-        return ready
+        try:
+            for rank in range(world):
+                self._fork(rank, world)
+            order = dumps(Open(directory, options, port, max(1, (options.threads or _cores()) // world)))
+            self._tell([order] * world)
+            return self._hear(Ready)
+        finally:
+            # An error keeps this frame, and with it the store would keep its port.
+            del store
 
     def _fork(self, rank: int, world: int) -> None:
         ours, theirs = socket.socketpair()
