@@ -254,11 +254,11 @@ class Judge:
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
 
-    def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
+    def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int, may_end: bool = False) -> None:
         """An answer of at most ``count`` tokens must be the request's own walk as far as it goes, and to its end unless
-        it was aborted; a step out of another's is named as such."""
+        it was asked to be aborted (``may_end``) and says so; a step out of another's is named as such."""
         if not self._refused(walk.name, response):
-            service.walked(self, response, walk, others, count)
+            service.walked(self, response, walk, others, count, may_end)
 
     def returned(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Of a target that counts them: no request runs or waits, and every block of its cache is free again."""

@@ -56,17 +56,17 @@ def recalled(judge: Judge, prompt: str, response: Response, recall: Recall, reco
         )
 
 
-def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk], count: int) -> None:
+def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk], count: int, may_end: bool) -> None:
     """See `Judge.walked`."""
     judge.prompt_tokens(walk.name, response, walk.tokens)
     made = len(response.tokens)
-    whole = made == count or response.finish == "abort"
+    whole = made == count or (may_end and response.finish == "abort")
     wrong, owner = whose(walk, response.tokens, others)
     detail = f"{wrong} of {made} tokens are not its own"
     if owner:
         detail = f"{detail}: they are the secret of {owner}, which ran beside it"
     if not whole:
-        detail = f"{made} tokens came, {count} were asked for; {detail}"
+        detail = f"{made} tokens came, {count} were asked for ({response.finish}); {detail}"
     ok = whole and not wrong
     judge.promise(
         "secret", ok, detail, value=float(wrong), prompt=walk.name, observable="text", compared=made if ok else 1

@@ -39,15 +39,16 @@ def crowd(root, fault: Fault | None, precision: str, cached: int, victims: int) 
         for burst in range(3):
             everyone = walks(models()[name], 20, shortest=48, longest=320, seed=burst % 2)
             order = random.Random(burst).sample(everyone, len(everyone))
-            left = [walk.name for walk in order[:victims]]
-            length = {walk.name: 100 if walk.name in left else TOKENS for walk in order}
+            chosen = {walk.name for walk in order[:victims]}
+            left = sorted(chosen)
+            length = {walk.name: 100 if walk.name in chosen else TOKENS for walk in order}
             answers = {}
             for response in target.run([Request(walk.name, walk.tokens, length[walk.name]) for walk in order]):
                 answers[response.id] = response
                 if left:
                     target.control("abort", id=left.pop())
             for walk in everyone:
-                judge.walked(answers[walk.name], walk, everyone, length[walk.name])
+                judge.walked(answers[walk.name], walk, everyone, length[walk.name], may_end=walk.name in chosen)
         judge.returned(before, target.stats())
         assert fault is not None or target.stats()["preemptions"] > 0, "no pressure"
     finally:

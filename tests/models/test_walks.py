@@ -68,11 +68,22 @@ def test_garbage_is_nobodys_secret() -> None:
     assert whose(WALKS[0], (600, 601, 602), WALKS) == (3, "")
 
 
-@pytest.mark.parametrize(("tokens", "finish", "ok"), [(6, "length", True), (4, "length", False), (4, "abort", True)])
-def test_a_short_answer_is_a_fault_unless_it_was_aborted(tokens: int, finish: str, ok: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "finish", "asked", "ok"),
+    [
+        (6, "length", False, True),
+        (6, "length", True, True),
+        (4, "length", True, False),
+        (4, "abort", True, True),
+        (4, "abort", False, False),
+        (0, "abort", False, False),
+    ],
+)
+def test_a_short_answer_is_a_fault_unless_it_was_asked_to_end(tokens: int, finish: str, asked: bool, ok: bool) -> None:
+    """A target that aborts the neighbour of the request it was told to abort is red."""
     judge = Judge("fp32")
     walk = WALKS[0]
-    judge.walked(Response("0", len(walk.tokens), walk.expected(tokens), finish=finish), walk, WALKS, 6)
+    judge.walked(Response("0", len(walk.tokens), walk.expected(tokens), finish=finish), walk, WALKS, 6, asked)
     assert bool(judge.failures()) is not ok
 
 
