@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.perf.memory import return_memory
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target, TargetError, UnsupportedDeployment
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
@@ -148,7 +148,7 @@ class Host:
         with contextlib.suppress(Exception):
             opened.watchdog.call(opened.target.close, _CLOSE_SECONDS, lambda: "the target to close")
         opened.watchdog.stop()
-        _return_memory()
+        return_memory()
 
     def _open_or_remember(self, deployment: Deployment) -> Opened:
         try:
@@ -373,8 +373,8 @@ class OpenTarget:
         return self.run(requests, next_victim)
 
     def with_pool(self, tokens: int) -> OpenTarget:
-        """The same deployment with a KV cache of so many tokens, beside this one; this one where the target does not
-        show its cache (stats: kv_blocks), and so may not take the size from us."""
+        """The same deployment with a KV cache of so many tokens, opened in place of this one; this one where the target
+        does not show its cache (stats: kv_blocks), and so may not take the size from us."""
         if "kv_blocks" not in self.stats():
             return self
         return self.variant(replace(self._deployment, kv_tokens=tokens))
@@ -473,13 +473,6 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
-
-
-def _return_memory() -> None:
-    """Give freed pages back to the system: glibc keeps what a model took in the arena of the thread that loaded it, and
-    a run that opens a model ten times would hold it several times over."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _name(deployment: Deployment) -> str:

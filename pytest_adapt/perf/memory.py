@@ -8,17 +8,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["own_peak", "peak_resident", "tree_peak"]
+__all__ = ["own_peak", "peak_resident", "return_memory", "tree_peak"]
 
 _PROC = Path("/proc")
+
+
+def return_memory() -> None:
+    """Give freed pages back to the system. glibc keeps what a model took in the arena of the thread that loaded it, and
+    a run that opens a model ten times would hold it several times over; other C libraries return it by themselves."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def own_peak(reset: bool) -> int | None:
     """The high-water mark of this process since the last reset; see `peak_resident`."""
     if reset:
-        # What the allocator keeps for later would hide the next use of it (glibc; others return it by themselves).
-        with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)
+        return_memory()  # what the allocator keeps for later would hide the next use of it
     return peak_resident((os.getpid(),), reset)
 
 
