@@ -166,6 +166,14 @@ def attention_merge(contexts: torch.Tensor, weights: torch.Tensor) -> torch.Tens
     return total / norm[..., None]
 
 
+def reach(at: torch.Tensor, k_positions: torch.Tensor, window: int | None) -> tuple[int, int]:
+    """Keys [begin, end) outside of which none contributes to any query of the ascending positions ``at``: they come
+    after the last query, or are out of every query's window."""
+    end = int(torch.searchsorted(k_positions, at[-1], right=True))
+    begin = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window, right=True))
+    return min(begin, end), end
+
+
 def _softmax_or_nothing(scores: torch.Tensor, dim: int) -> torch.Tensor:
     """Softmax in which a row without finite scores is all zeros."""
     return scores.softmax(dim).nan_to_num(nan=0.0) if scores.shape[dim] else scores
@@ -192,10 +200,7 @@ def _attend(
     step = max(1, _SCORE_BLOCK // (heads * max(1, keys)))
     for start in range(0, rows, step):
         at = q_positions[start : start + step]
-        # Keys after the block's last query or out of every query's window cannot contribute.
-        end = int(torch.searchsorted(k_positions, at[-1], right=True))
-        begin = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window, right=True))
-        begin = min(begin, end)
+        begin, end = reach(at, k_positions, window)
         count = at.shape[0]
         block = q[start : start + count].float().view(count, groups, heads // groups, q.shape[-1])
         block = block.permute(1, 2, 0, 3).reshape(groups, heads // groups * count, q.shape[-1])

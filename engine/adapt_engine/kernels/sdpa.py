@@ -42,8 +42,7 @@ def attention(
     step = max(1, _MASK_BLOCK // keys.shape[2])
     for start in range(0, rows, step):
         at = q_positions[start : start + step]
-        end = int(torch.searchsorted(k_positions, at[-1], right=True))
-        begin = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window, right=True))
+        begin, end = reference.reach(at, k_positions, window)
         part_k, part_v = keys[:, :, begin:end], values[:, :, begin:end]
         if at.shape[0] == 1:
             # All that is left is visible; the heads of a group are rows of one product.
