@@ -155,7 +155,7 @@ class _SiteView:
                 position=int(positions[row]),
                 site=self.name,
                 compared=own.size,
-                detail="relative to the rms of the row",
+                detail="relative to the row",
             )
             divergence = None if ok else self._divergence(row, per_token, element, found, limit, metric)
             results.append((measurement, divergence))

@@ -75,9 +75,6 @@ class Measurement:
         return 0.0 if not self.value else float("inf")
 
 
-_RANKS = 4
-
-
 @dataclass(frozen=True)
 class Figure:
     """Something timed or weighed, every sample of it: an engineering reference of one machine and run."""
@@ -92,6 +89,9 @@ class Figure:
     def value(self) -> float:
         """The median."""
         return statistics.median(self.samples)
+
+
+_RANKS = 4
 
 
 @dataclass(frozen=True)

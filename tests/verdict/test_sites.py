@@ -12,6 +12,7 @@ from pytest_adapt.oracle import Oracle
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
+from pytest_adapt.verdict.localise import _SiteView
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -382,3 +383,39 @@ def test_a_norm_may_form_its_root_in_another_way(seed: int) -> None:
         assert value <= budget
         beyond += value > MAX_FACTOR * np.abs(yard).max()
     assert beyond, "a fixed factor would do"
+
+
+def in_lanes(x: np.ndarray, matrix: np.ndarray, lanes: int) -> np.ndarray:
+    """float32 product x [T, K] times matrix [K, n]: term k is added to lane k % lanes, then the lanes to each other."""
+    totals = np.zeros((lanes, len(x), matrix.shape[1]), np.float32)
+    for k in range(len(matrix)):
+        totals[k % lanes] += x[:, k, None] * matrix[k]
+    total = totals[0]
+    for lane in totals[1:]:
+        total = total + lane
+    return total.astype(np.float64)
+
+
+@pytest.mark.requirement(114)
+@pytest.mark.parametrize("seed", range(8))
+def test_huge_inputs_that_cancel_may_meet_late_in_an_engines_sums(seed: int) -> None:
+    """Real models have such inputs at their first position. One after the other they cancel at once; in the lanes of a
+    vector register every addition until the lanes meet rounds at their scale."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((40, 96)).astype(np.float32)
+    matrix = (random.standard_normal((96, 20)) / 10).astype(np.float32)
+    x[0, [7, 8]] = 3000.0, -3000.0
+    matrix[8] = matrix[7]
+    own = x.astype(np.float64) @ matrix.astype(np.float64)
+    terms = np.abs(x).astype(np.float64) @ np.abs(matrix).astype(np.float64)
+    emulated, engine = in_lanes(x, matrix, 1), in_lanes(x, matrix, 16)
+
+    def failures(value: np.ndarray, sums: np.ndarray | None) -> list[Any]:
+        judged = _SiteView("p", "layer.0.attn.q", value, own, emulated, "fp32", None, 40, sums).judge(1.0)
+        return [found for _, found in judged if found is not None]
+
+    assert failures(engine, None), "the order would not matter"
+    assert not failures(engine, terms)
+    wrong = engine.copy()
+    wrong[0] *= 1.001
+    assert failures(wrong, terms)[0].position == 0, "the position is judged all the same"
