@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import return_memory
+from pytest_adapt.target.owed import shortfall
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target, TargetError, UnsupportedDeployment
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
@@ -100,10 +102,16 @@ class Host:
         return None
 
     def run(
-        self, opened: Opened, requests: Iterable[Request], answered: Callable[[str], None] | None = None
+        self,
+        opened: Opened,
+        requests: Iterable[Request],
+        answered: Callable[[str], None] | None = None,
+        aborted: Collection[str] = (),
     ) -> dict[str, Response]:
-        """Every request's answer by id; ``answered`` hears of each as it comes. Raises Verdict where the target fails
-        or hangs, Fatal where it died again."""
+        """Every request's answer by id; ``answered`` hears of each as it comes, and may abort those in ``aborted``.
+
+        Raises Verdict where the target fails, hangs or answers with less than was asked for; Fatal where it died again.
+        """
         asked = {request.id: request for request in requests}
         answers: dict[str, Response] = {}
 
@@ -125,6 +133,10 @@ class Host:
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
             self._died(opened, error)
+        context = opened.info.max_context or opened.deployment.max_context
+        for name, request in asked.items():
+            if lacks := shortfall(request, answers[name], opened.info, context, name in aborted):
+                raise Verdict(Status.FAIL, f"{opened.info.name}: request {name!r}: {lacks}")
         self.usage.run_seconds += time.monotonic() - started
         self.usage.tokens += sum(len(request.prompt) + request.max_new_tokens for request in asked.values())
         return answers
@@ -276,8 +288,14 @@ class OpenTarget:
             for setting in (wanted,) if isinstance(wanted, int) else wanted:
                 self._check_feature(name, setting)
 
-    def run(self, requests: Iterable[Request], answered: Callable[[str], None] | None = None) -> dict[str, Response]:
-        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes.
+    def run(
+        self,
+        requests: Iterable[Request],
+        answered: Callable[[str], None] | None = None,
+        aborted: Collection[str] = (),
+    ) -> dict[str, Response]:
+        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes, and
+        may abort those in ``aborted``.
 
         Raises Verdict: unknown where no wanted observable is shown, fail where the target breaks the contract.
         """
@@ -289,7 +307,7 @@ class OpenTarget:
                 raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
             self.observables_used |= want
             asked.append(replace(request, want=want))
-        answers = self._host.run(self._opened, asked, answered)
+        answers = self._host.run(self._opened, asked, answered, aborted)
         self.responses.update(answers)
         self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
         return answers
@@ -364,13 +382,17 @@ class OpenTarget:
         control = getattr(self._opened.target, "control", None)
         if control is None:
             raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no control over requests in flight")
-        left = list(victims)
+        chosen = list(victims)
+        left = list(chosen)
 
         def next_victim(identity: str) -> None:
             if left:
-                control("abort", id=left.pop())
+                try:
+                    control("abort", id=left.pop())
+                except Exception as error:  # the target's code may raise anything
+                    raise _optional_failed(self.info, "control", error) from error
 
-        return self.run(requests, next_victim)
+        return self.run(requests, next_victim, chosen)
 
     def with_pool(self, tokens: int) -> OpenTarget:
         """The same deployment with a KV cache of so many tokens, opened in place of this one; this one where the target
@@ -386,8 +408,15 @@ class OpenTarget:
 
     def stats(self) -> dict[str, float]:
         """The target's own counters; empty where it has none."""
+        from pytest_adapt.target.checked import checked_counters
+
         counters = self._optional("stats")
-        return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
+        if counters is None:
+            return {}
+        try:
+            return checked_counters(self.info.name, counters())
+        except TargetError as error:
+            raise Verdict(Status.FAIL, str(error)) from None
 
     @property
     def in_process(self) -> bool:
@@ -404,10 +433,12 @@ class OpenTarget:
         """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
         does not tell."""
         measure = self._optional("peak_memory")
-        found: int | None = None if measure is None else measure(reset)
+        found = None if measure is None else measure(reset)
         if found is None:
             raise Verdict(Status.UNSUPPORTED, f"{self.info.name} does not show its memory")
-        return found
+        if not isinstance(found, Integral) or found < 0:
+            raise Verdict(Status.FAIL, f"{self.info.name}: peak_memory is {found!r}, expected a number of bytes")
+        return int(found)
 
     def refusal(self, directory: Any) -> str | None:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
@@ -431,9 +462,16 @@ class OpenTarget:
         if method is None:
             return None
         limit = self._host.settings.timeout
-        return lambda *arguments: opened.watchdog.call(
-            lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
-        )
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return opened.watchdog.call(
+                    lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
+                )
+            except Exception as error:  # the target's code may raise anything
+                raise _optional_failed(opened.info, name, error) from error
+
+        return call
 
     def _ask(
         self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None, request: dict[str, Any]
@@ -473,6 +511,11 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _optional_failed(info: Info, name: str, error: Exception) -> Verdict:
+    what = str(error) if isinstance(error, (TargetError, Hung)) else f"{type(error).__name__}: {error}"
+    return Verdict(Status.FAIL, f"{info.name}: its optional {name} failed: {what}")
 
 
 def _name(deployment: Deployment) -> str:

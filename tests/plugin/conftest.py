@@ -125,8 +125,7 @@ class Oracle(Echo):
                 if len(new) < request.max_new_tokens:
                     logits = self.logits(fed)
             fed = fed[: len(request.prompt) + max(0, len(new) - 1)]
-            logits, text = self.logits(fed), "text" if new else None
-            yield Response(request.id, len(request.prompt), tuple(new), logits=logits, text=text)
+            yield Response(request.id, len(request.prompt), tuple(new), logits=self.logits(fed))
 
     def logits(self, tokens):
         return np.asarray(self.oracle.run(tuple(tokens)).logits, np.float32)
