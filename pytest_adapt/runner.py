@@ -15,7 +15,7 @@ import pytest
 
 from pytest_adapt import shipped
 from pytest_adapt.handle import ModelHandle
-from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, uses_fixtures
+from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
 from pytest_adapt.matrix import AXES, PRECISIONS, PROFILES, Cell, Mark, Matrix, github_jobs, make_matrix, read_mark
 from pytest_adapt.options import Settings, read_settings
 from pytest_adapt.references import References
@@ -147,6 +147,8 @@ class Runner:
             if id(info) not in seen:
                 definitions = getattr(info, "name2fixturedefs", {})
                 seen[id(info)] = bool(definitions) and uses_fixtures(definitions, definitions)
+                if shipped.suite_of(item.path) and (problem := replaced_fixture(definitions, os.getcwd())):
+                    raise pytest.UsageError(problem)
             marker = item.get_closest_marker("adapt")
             if not seen[id(info)] and marker is None:
                 others.append(item)
@@ -377,6 +379,8 @@ class Runner:
             raise Verdict(Status.FAIL, judge.message())
         if proposed:
             raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
+        if judge is None and state.suite:
+            raise Verdict(Status.ERROR, "the test compared nothing: it has no judge")
         if judge is not None and not sum(one.compared for one in judge.measurements):
             raise Verdict(
                 Status.ERROR,
