@@ -217,7 +217,10 @@ class Runner:
         )
         self.host.deadline = time.monotonic() + self.settings.timeout
         self._announce(state.cell)
+        reached = self.host.reached
         result = yield
+        if self.host.reached > reached and state.cell is not None:
+            self.collector.exercised.add((state.cell.model, state.cell.layout))
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
         if following is None or following.cell != state.cell:
             self.host.close()

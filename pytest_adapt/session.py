@@ -68,6 +68,8 @@ class Host:
     deadline: float = float("inf")
     """When the present item gives up waiting (time.monotonic)."""
     fatal: str = ""
+    reached: int = 0
+    """Calls of what the fault of this run (--adapt-inject) replaced, in this process."""
     _failures: dict[Deployment, tuple[Status, str]] = field(default_factory=dict)
     _deaths: dict[Deployment, int] = field(default_factory=dict)
     _info: Info | None = None
@@ -190,17 +192,20 @@ class Host:
     def _create(self) -> Target:
         target = self.spec.create()
         if self.settings.inject:
-            from pytest_adapt.faults.registry import get
+            from pytest_adapt.faults.registry import CountedSeams, get
 
             seams = getattr(target, "seams", None)
             if seams is None:
                 raise TargetError(f"target {self.spec.text} has no seams to put fault {self.settings.inject} into")
-            get(self.settings.inject).install(seams)
+            get(self.settings.inject).install(CountedSeams(seams, self._count))
         if self.settings.observables:
             from pytest_adapt.target.mask import MaskedTarget
 
             return MaskedTarget(target, self.settings.observables)
         return target
+
+    def _count(self) -> None:
+        self.reached += 1
 
     def _seconds_left(self) -> float:
         return max(0.0, min(self.deadline - time.monotonic(), self.settings.timeout))

@@ -18,7 +18,7 @@ _MOST_FIGURES = 4
 
 def write_summary(terminal: Any, collector: Collector) -> None:
     """Write the section ``adapt``."""
-    red = bool(collector.fatal) or bool(clusters(collector.cases))
+    red = bool(collector.fatal) or bool(clusters(collector.cases)) or bool(collector.fault_report()[1])
     terminal.section("adapt", red=red, green=not red, bold=True)
     for line, markup in summary_lines(collector):
         terminal.write_line(line, **markup)
@@ -39,6 +39,8 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
     if collector.runner.settings.goldens == "off":
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
+    if said := collector.fault_report()[1]:
+        lines.append((said, {"red": True}))
     command = collector.runner.command_of
     for number, cluster in enumerate(found[:_MOST_CLUSTERS], start=1):
         lines.append((f"{number}. {_title(cluster)}", {"red": True}))
