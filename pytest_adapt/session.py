@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import return_memory
@@ -386,8 +388,9 @@ class OpenTarget:
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and output together that the target may take at most."""
-        return max(self._deployment.max_context, self.info.max_context)
+        """Tokens of prompt and output together that the target may take at most: what it says, within the positions
+        that the model has (prompts of this length are made, and a claim is no reason to fill the memory)."""
+        return max(self._deployment.max_context, min(self.info.max_context, _positions(self._deployment.model)))
 
     def stats(self) -> dict[str, float]:
         """The target's own counters; empty where it has none."""
@@ -478,6 +481,15 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _positions(directory: str) -> int:
+    """Positions of a checkpoint's configuration; 0 where it does not say."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
 
 
 def _name(deployment: Deployment) -> str:
