@@ -16,7 +16,18 @@ import pytest
 from pytest_adapt import shipped
 from pytest_adapt.handle import ModelHandle
 from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
-from pytest_adapt.matrix import AXES, PRECISIONS, PROFILES, Cell, Mark, Matrix, github_jobs, make_matrix, read_mark
+from pytest_adapt.matrix import (
+    AXES,
+    PRECISIONS,
+    PROFILES,
+    Cell,
+    Mark,
+    Matrix,
+    declined,
+    github_jobs,
+    make_matrix,
+    read_mark,
+)
 from pytest_adapt.options import Settings, read_settings
 from pytest_adapt.references import References
 from pytest_adapt.report.collector import Collector
@@ -322,6 +333,9 @@ class Runner:
         return handle
 
     def deployment(self, item: pytest.Item, model: ModelHandle, layout: str, precision: str) -> Deployment:
+        named = self.matrix.models.get(model.name)
+        if named is not None and (reason := declined(named, layout, self.spec)):
+            raise Verdict(Status.UNSUPPORTED, reason)
         model.refuse_illegal(layout)
         mark = item.stash[STATE].mark
         return Deployment(
