@@ -295,8 +295,8 @@ def test_the_plan_counts_recall_prompts(folder: Folder, write: Write) -> None:
         def test_apart(target, model, context_length): pass
         """
     )
-    arguments = ("--adapt-plan", "--adapt-models=needle-llama", "--adapt-precisions=fp32", "--adapt-profile=day0")
-    result = folder.run("Echo", *arguments, "test_mine.py")
+    arguments = ("--adapt-plan", "--adapt-models=needle-llama", "--adapt-precisions=fp32")
+    result = folder.run("Echo", *arguments, "test_mine.py", profile="day0")
     # 1024 + 2 tokens, 32 questions with their answers and 4 rulers; and 1024 + 2 with the questions inside.
     assert f"1 cases, 1 deployments, about 2 requests, {1094 + 1026} tokens" in result.stdout.str()
 
