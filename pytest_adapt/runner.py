@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shlex
+import sys
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -112,6 +113,10 @@ class Runner:
         self.collector = Collector(self)
         self.references = References(self)
         self.under_xdist = hasattr(config, "workerinput")
+        started: dict[str, Any] = getattr(config, "workerinput", {})
+        self.program = shipped.program(
+            started.get("mainargv", sys.argv)[0], sys.executable, Path(config.invocation_params.dir)
+        )
         self._handles: dict[str, ModelHandle] = {}
         self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
         self._cells: list[Cell] = []
@@ -447,7 +452,12 @@ class Runner:
         file, _, rest = case.nodeid.partition("::")
         here = Path(self.config.invocation_params.dir)
         path = case.case.partition("::")[0] if case.suite else shipped.relative(self.config.rootpath / file, here)
-        return shlex.join(["pytest", *self.settings.arguments(), f"{path}::{rest}"])
+        return shlex.join([*self.program, *self.settings.arguments(), f"{path}::{rest}"])
+
+    @property
+    def timing_command(self) -> str:
+        """The command line that runs what measures time, and nothing else."""
+        return shlex.join([*self.program, *self.settings.arguments(), "-m", "adapt_serial"])
 
     def _required(self, state: ItemState) -> bool:
         model = self.matrix.models.get(state.cell.model) if state.cell else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from pytest_adapt.verdict.result import CaseResult, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
+    from pytest_adapt.verdict.ladder import Ladder
 
 __all__ = ["Collector"]
 
@@ -38,6 +40,14 @@ class Collector:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
+
+    @property
+    def ladder(self) -> Ladder:
+        """How far the target can be trusted, by the cases so far."""
+        from pytest_adapt.verdict.ladder import climb
+
+        one_rank = not self.runner.spec.axes
+        return climb(self.cases, self.runner.settings.profile, ("layouts",) if one_rank else ())
 
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
@@ -137,16 +147,17 @@ class Collector:
         from pytest_adapt.verdict.ladder import is_red
 
         fault = get(self.runner.settings.inject)
+        command = shlex.join([*self.runner.program, *shlex.split(fault.command)[1:]])
         red = any(map(is_red, self.cases))
         known = any(model in fault.models and fault.layout in ("single", layout) for model, layout in self.exercised)
         # Elsewhere it may show as well: then something is red.
         if not self.exercised or not (red or known):
-            return False, f"fault {fault.id} was never exercised: it needs {fault.shows_on}: {fault.command}"
+            return False, f"fault {fault.id} was never exercised: it needs {fault.shows_on}: {command}"
         if red:
             return True, ""
         return (
             True,
-            f"fault {fault.id} was exercised and nothing was red; it shows on {fault.shows_on}: {fault.command}",
+            f"fault {fault.id} was exercised and nothing was red; it shows on {fault.shows_on}: {command}",
         )
 
     def _finished(self, case: CaseResult) -> None:

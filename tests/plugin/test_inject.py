@@ -34,8 +34,8 @@ def test_a_fault_without_effect_on_the_models_of_a_run_is_not_green(folder: Fold
     line = next(line for line in result.outlines if "RT04 was" in line)
     assert line.startswith(
         "fault RT04 was never exercised: it needs model deepseek-v3-odd-pos (layout single, fp32 and bf16): "
-        "pytest --adapt-target=builtin --adapt-inject=RT04 --adapt-models=deepseek-v3-odd-pos"
     )
+    assert "-m pytest --adapt-target=builtin --adapt-inject=RT04 --adapt-models=deepseek-v3-odd-pos" in line
     assert folder.report()["exit"] == 1
 
 
@@ -47,6 +47,8 @@ def test_a_fault_that_was_exercised_and_not_seen_is_named(folder: Folder) -> Non
 
 class Run:
     """What a collector asks of its run."""
+
+    program = ("pytest",)
 
     def __init__(self, inject: str) -> None:
         self.settings = Settings("builtin", inject=inject)

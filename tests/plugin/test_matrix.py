@@ -276,7 +276,7 @@ def test_needle_models_are_left_to_the_tests_that_name_them(folder: Folder, writ
         """
     )
     models = "--adapt-models=needle-llama,qwen3-moe-odd"
-    folder.run("Echo", models, "--adapt-profile=day0", "--adapt-precisions=fp32", "test_mine.py")
+    folder.run("Echo", models, "--adapt-precisions=fp32", "test_mine.py", profile="day0")
     assert set(folder.statuses()) == {
         "test_mine.py::test_usual[qwen3-moe-odd]",
         "test_mine.py::test_apart[needle-llama-1024]",

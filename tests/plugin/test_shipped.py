@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_adapt.items import FIXTURES
-from pytest_adapt.shipped import case_id, suite_of, suites_dir, with_suites
+from pytest_adapt.shipped import case_id, program, suite_of, suites_dir, with_suites
 
 if TYPE_CHECKING:
     from conftest import Folder
@@ -182,3 +182,26 @@ def pytest_runtest_call(item):
     result = folder.run_bare("-p", "calls_of_mine", *TARGET, "--adapt-precisions=fp32", *only)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "the test compared nothing: it has no judge" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("started", "python", "words"),
+    [
+        ("/opt/lib/pytest/__main__.py", "/opt/x/python3", ("/opt/x/python3", "-m", "pytest")),
+        ("/opt/lib/pytest/__main__.py", "{here}/.venv/bin/python", (".venv/bin/python", "-m", "pytest")),
+        ("{here}/.venv/bin/pytest", "/usr/bin/python", (".venv/bin/pytest",)),
+        ("{path}/pytest", "/usr/bin/python", ("pytest",)),
+        ("pytest", "/usr/bin/python", ("pytest",)),
+        ("/opt/editor/runner.py", "/usr/bin/python", ("pytest",)),
+    ],
+)
+def test_commands_begin_as_this_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, python: str, words: tuple[str, ...]
+) -> None:
+    place = tmp_path / "bin"
+    place.mkdir()
+    (place / "pytest").write_text("#!/bin/sh")
+    (place / "pytest").chmod(0o755)
+    monkeypatch.setenv("PATH", str(place))
+    given = [text.format(here=tmp_path, path=place) for text in (started, python)]
+    assert program(*given, tmp_path) == words
