@@ -16,6 +16,7 @@ import pytest
 
 from pytest_adapt import shipped
 from pytest_adapt.handle import ModelHandle
+from pytest_adapt.heartbeat import Heartbeat
 from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
 from pytest_adapt.matrix import (
     AXES,
@@ -111,6 +112,7 @@ class Runner:
         self.kind = settings.require or spec.kind
         self.waivers = read_waivers(config.rootpath / settings.waivers) if settings.waivers else None
         self.collector = Collector(self)
+        self.heartbeat = Heartbeat(lambda: self.host.doing, silent=config.option.verbose <= -2)
         self.references = References(self)
         self.under_xdist = hasattr(config, "workerinput")
         started: dict[str, Any] = getattr(config, "workerinput", {})
@@ -234,7 +236,11 @@ class Runner:
         self.host.deadline = time.monotonic() + self.settings.timeout
         self._announce(state.cell)
         reached = self.host.reached
-        result = yield
+        self.heartbeat.begin(state.case)
+        try:
+            result = yield
+        finally:
+            self.heartbeat.end()
         if self.host.reached > reached and state.cell is not None:
             self.collector.exercised.add((state.cell.model, state.cell.layout))
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
@@ -309,6 +315,9 @@ class Runner:
         self.references.close()
         if self.under_xdist:
             self.config.workeroutput["adapt"] = self.collector.outgoing()  # type: ignore[attr-defined]
+
+    def pytest_unconfigure(self) -> None:
+        self.heartbeat.close()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:

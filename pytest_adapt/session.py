@@ -70,6 +70,8 @@ class Host:
     deadline: float = float("inf")
     """When the present item gives up waiting (time.monotonic)."""
     fatal: str = ""
+    doing: str = ""
+    """What is waited for at this moment, in words; "" where the target is asked nothing."""
     reached: int = 0
     """Calls of what the fault of this run (--adapt-inject) replaced, in this process."""
     _failures: dict[Deployment, tuple[Status, str]] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class Host:
             return f"{len(left)} of {len(asked)} answers ({', '.join(left[:3])}) from {opened.info.name}"
 
         started = time.monotonic()
+        self.doing = f"request 1 of {len(asked)}"
         try:
             for response in opened.watchdog.stream(
                 lambda: opened.target.run(list(asked.values())), self._seconds_left(), waiting
@@ -123,12 +126,15 @@ class Host:
                 if response.id not in asked or response.id in answers:
                     raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
                 answers[response.id] = response
+                self.doing = f"request {min(len(answers) + 1, len(asked))} of {len(asked)}"
                 if answered is not None:
                     answered(response.id)
             if len(answers) < len(asked):
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
             self._died(opened, error)
+        finally:
+            self.doing = ""
         self.usage.run_seconds += time.monotonic() - started
         self.usage.tokens += sum(len(request.prompt) + request.max_new_tokens for request in asked.values())
         return answers
@@ -173,6 +179,7 @@ class Host:
         started = time.monotonic()
         watchdog = Watchdog()
         limit = self.settings.timeout
+        self.doing = f"opening {_name(deployment)}"
         target = watchdog.call(self._create, limit, lambda: "the adapter to start")
         try:
             info = watchdog.call(lambda: target.open(deployment), limit, lambda: f"{_name(deployment)} to open")
@@ -184,6 +191,8 @@ class Host:
                 watchdog.call(target.close, _CLOSE_SECONDS, lambda: "the target to close")
             watchdog.stop()
             raise
+        finally:
+            self.doing = ""
         self._info = info
         seconds = time.monotonic() - started
         self.usage.opens += 1
