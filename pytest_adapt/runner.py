@@ -137,6 +137,11 @@ class Runner:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = metafunc.fixturenames
+        if self.under_xdist and shipped.suite_of(metafunc.definition.path):
+            # Wrong usage, as below; but the controller understands no other error of a worker than one of collection.
+            definitions = metafunc.definition._fixtureinfo.name2fixturedefs
+            if problem := replaced_fixture(definitions, os.getcwd()):
+                raise pytest.Collector.CollectError(problem)
         axes = [axis for axis in AXES if axis in names and is_ours(_definitions(metafunc.definition, axis))]
         if not axes:
             return

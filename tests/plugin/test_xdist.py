@@ -128,3 +128,12 @@ def test_an_item_that_kills_its_worker_is_an_error_and_is_not_run_again(folder: 
     assert {name: one["status"] for name, one in found.items()} == {"test_kills": "error", "test_other": "pass"}
     assert found["test_kills"]["reason"].startswith("the process that ran it died: worker 'gw")
     assert (found["test_kills"]["model"], found["test_kills"]["precision"]) == ("qwen3-moe-odd", "fp32")
+
+
+def test_a_users_fixture_in_place_of_ours_is_named_by_the_workers_too(folder: Folder) -> None:
+    folder.pytester.makeconftest("import pytest\n@pytest.fixture\ndef judge(): return 1")
+    args = ("--adapt-target=py:targets:Echo", "--adapt-profile=smoke", "loading")
+    result = folder.run_subprocess(*args, "-p", "xdist.plugin", "-n", "1")
+    assert result.ret == 1
+    assert "conftest.py:2 redefines fixture 'judge', which the shipped suites use; rename it" in result.outlines
+    assert "passed" not in result.parseoutcomes()
