@@ -330,7 +330,7 @@ def _option_rows() -> Iterator[Row]:
         "--adapt-models=,": "adapt-models",
         "--adapt-layouts=tp2.tp4": "tp",
         "--adapt-layouts=tp99999999999999999999": "tp|layout",
-        "--adapt-layouts=ep9999": "ep9999",
+        "--adapt-layouts=ep999999": "ep999999",
         "--adapt-layouts=": "adapt-layouts is empty",
         "--adapt-precisions=fp8": "fp8",
         "--adapt-contexts=9999999": "9999999",
