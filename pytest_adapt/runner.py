@@ -112,7 +112,7 @@ class Runner:
         self.kind = settings.require or spec.kind
         self.waivers = read_waivers(config.rootpath / settings.waivers) if settings.waivers else None
         self.collector = Collector(self)
-        self.heartbeat = Heartbeat(lambda: self.host.doing, silent=config.option.verbose <= -2)
+        self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
         self.under_xdist = hasattr(config, "workerinput")
         started: dict[str, Any] = getattr(config, "workerinput", {})
