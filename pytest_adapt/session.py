@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import return_memory
@@ -70,6 +72,10 @@ class Host:
     deadline: float = float("inf")
     """When the present item gives up waiting (time.monotonic)."""
     fatal: str = ""
+    doing: str = ""
+    """What is waited for at this moment, in words; "" where the target is asked nothing."""
+    reached: int = 0
+    """Calls of what the fault of this run (--adapt-inject) replaced, in this process."""
     _failures: dict[Deployment, tuple[Status, str]] = field(default_factory=dict)
     _deaths: dict[Deployment, int] = field(default_factory=dict)
     _info: Info | None = None
@@ -120,6 +126,7 @@ class Host:
             return f"{len(left)} of {len(asked)} answers ({', '.join(left[:3])}) from {opened.info.name}"
 
         started = time.monotonic()
+        self.doing = f"request 1 of {len(asked)}"
         try:
             for response in opened.watchdog.stream(
                 lambda: opened.target.run(list(asked.values())), self._seconds_left(), waiting
@@ -127,13 +134,16 @@ class Host:
                 if response.id not in asked or response.id in answers:
                     raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
                 answers[response.id] = response
+                self.doing = f"request {min(len(answers) + 1, len(asked))} of {len(asked)}"
                 if answered is not None:
                     answered(response.id)
             if len(answers) < len(asked):
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
             self._died(opened, error)
-        context = opened.info.max_context or opened.deployment.max_context
+        finally:
+            self.doing = ""
+        context = max(opened.info.max_context, opened.deployment.max_context)
         for name, request in asked.items():
             if lacks := shortfall(request, answers[name], opened.info, context, name in aborted):
                 raise Verdict(Status.FAIL, f"{opened.info.name}: request {name!r}: {lacks}")
@@ -181,6 +191,7 @@ class Host:
         started = time.monotonic()
         watchdog = Watchdog()
         limit = self.settings.timeout
+        self.doing = f"opening {_name(deployment)}"
         target = watchdog.call(self._create, limit, lambda: "the adapter to start")
         try:
             info = watchdog.call(lambda: target.open(deployment), limit, lambda: f"{_name(deployment)} to open")
@@ -192,6 +203,8 @@ class Host:
                 watchdog.call(target.close, _CLOSE_SECONDS, lambda: "the target to close")
             watchdog.stop()
             raise
+        finally:
+            self.doing = ""
         self._info = info
         seconds = time.monotonic() - started
         self.usage.opens += 1
@@ -202,17 +215,20 @@ class Host:
     def _create(self) -> Target:
         target = self.spec.create()
         if self.settings.inject:
-            from pytest_adapt.faults.registry import get
+            from pytest_adapt.faults.registry import CountedSeams, get
 
             seams = getattr(target, "seams", None)
             if seams is None:
                 raise TargetError(f"target {self.spec.text} has no seams to put fault {self.settings.inject} into")
-            get(self.settings.inject).install(seams)
+            get(self.settings.inject).install(CountedSeams(seams, self._count))
         if self.settings.observables:
             from pytest_adapt.target.mask import MaskedTarget
 
             return MaskedTarget(target, self.settings.observables)
         return target
+
+    def _count(self) -> None:
+        self.reached += 1
 
     def _seconds_left(self) -> float:
         return max(0.0, min(self.deadline - time.monotonic(), self.settings.timeout))
@@ -403,8 +419,9 @@ class OpenTarget:
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and output together that the target may take at most."""
-        return max(self._deployment.max_context, self.info.max_context)
+        """Tokens of prompt and output together that the target may take at most: what it says, within the positions
+        that the model has (prompts of this length are made, and a claim is no reason to fill the memory)."""
+        return max(self._deployment.max_context, min(self.info.max_context, _positions(self._deployment.model)))
 
     def stats(self) -> dict[str, float]:
         """The target's own counters; empty where it has none."""
@@ -516,6 +533,15 @@ class OpenTarget:
 def _optional_failed(info: Info, name: str, error: Exception) -> Verdict:
     what = str(error) if isinstance(error, (TargetError, Hung)) else f"{type(error).__name__}: {error}"
     return Verdict(Status.FAIL, f"{info.name}: its optional {name} failed: {what}")
+
+
+def _positions(directory: str) -> int:
+    """Positions of a checkpoint's configuration; 0 where it does not say."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
 
 
 def _name(deployment: Deployment) -> str:

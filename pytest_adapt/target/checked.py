@@ -15,6 +15,8 @@ from pytest_adapt.target.protocol import OBSERVABLES, Info, Request, Response, T
 
 __all__ = ["checked_counters", "checked_info", "checked_response", "checked_responses", "decode_array", "encode_array"]
 
+_LONGEST = 1 << 24
+"""Tokens of the longest context that a target may declare; --adapt-contexts ends there too."""
 
 _NOTHING = type(None)
 _WORDS: Mapping[type, str] = {_NOTHING: "None", Integral: "an integer", Real: "a number", str: "text"}
@@ -58,6 +60,10 @@ _ALLOWED: Mapping[str, tuple[str, ...]] = {"rounds": ("eager", "fused"), "router
 def checked_info(who: str, info: Info) -> Info:
     """``info``; TargetError for a field of another type than the protocol's, or an unknown observable."""
     _fields(f"{who}: info", info, _INFO)
+    if not 0 <= info.max_context <= _LONGEST:
+        raise TargetError(
+            f"{who}: info: max_context is {_brief(info.max_context)}, expected 1 to {_LONGEST} tokens (0: not said)"
+        )
     names: Any = info.observables
     if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= set(OBSERVABLES):
         raise TargetError(f"{who}: info: observables is {_brief(names)}, expected some of {', '.join(OBSERVABLES)}")
