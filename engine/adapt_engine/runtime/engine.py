@@ -257,10 +257,12 @@ class Engine:
         return plan
 
     def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
+        wanted = (self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
-            micro_batches=(self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1,
+            # A part without sequences would cost a pass through all stages and give nothing.
+            micro_batches=min(wanted, max(map(len, scheduled))),
         )
         answers = self.executor.step(step)
         self._counts["steps"] += 1
