@@ -30,7 +30,7 @@ from .memory import RankMemory, check_memory
 from .nursery import Nursery
 from .plan import RankAnswer, SequencePlan, StepPlan
 from .processes import ProcessExecutor
-from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
+from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate, problem_of
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
 
@@ -183,19 +183,19 @@ class Engine:
         if not self.busy:
             self._seen = len(self.drifts)
         self._counts["requests"] += 1
-        problem = request.problem(self.spec.vocab, self.options)
+        problem = problem_of(request, self.spec.vocab, self.options)
         if problem is None and any(request.id in replica.scheduler for replica in self.replicas):
             problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
                 replica = self._assign()
-                replica.scheduler.submit(request)
+                replica.scheduler.submit(request.settled())
                 self._served[request.id] = self.replicas.index(replica)
                 return None
             except EngineError as refusal:
                 problem = str(refusal)
         self._counts["errors"] += 1
-        return SequenceResult(request.id, finish="error", error=problem)
+        return SequenceResult(getattr(request, "id", ""), finish="error", error=problem)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False where none of that id is in flight (it may just have ended).
