@@ -86,7 +86,7 @@ def test_a_world_that_does_not_fit_is_refused_by_its_layout(checkpoints: Checkpo
         ("qwen3_moe", "ep3"),
         ("qwen3_moe_wide", "tp4.pp2.ep4"),
         ("qwen3_moe_wide", "tp2.ep2.etp2"),
-        ("deepseek_v3_wide", "tp8.pp4.sp2.ep8"),
+        ("deepseek_v3_wide", "tp8.pp4.ep8.sp2"),
     ],
 )
 def test_ranks_of_a_kind_take_the_same_memory(family: str, layout: str, checkpoints: Checkpoints) -> None:
