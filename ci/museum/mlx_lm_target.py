@@ -54,7 +54,7 @@ class MlxLm:
     """Shows taps, logits and text."""
 
     defaults = {
-        "precisions": ["fp32", "bf16"],
+        "precisions": ["fp32"],  # the CPU has no other kernel for experts
         "shape_classes": ["odd", "aligned"],
         "observables": ["taps", "logits", "text"],
     }
@@ -66,16 +66,15 @@ class MlxLm:
         self._limit = self._vocab = 0
 
     def open(self, deployment: Deployment) -> Info:
-        if deployment.layout != "single" or deployment.precision not in self.defaults["precisions"]:
-            raise UnsupportedDeployment(f"{deployment.layout} in {deployment.precision}: one rank, fp32 or bf16")
+        if deployment.layout != "single" or deployment.precision != "fp32":
+            raise UnsupportedDeployment(f"{deployment.layout} in {deployment.precision}: one rank, fp32")
         import mlx.core as mx
 
         mx.set_default_device(mx.cpu)
         loader: Any = importlib.import_module("mlx_lm.utils")
         loaded = loader.load_model(Path(deployment.model))
         self._model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if deployment.precision == "fp32":  # else as stored: bfloat16, and the selection bias in float32
-            self._model.set_dtype(mx.float32)
+        self._model.set_dtype(mx.float32)
         self._taps, self._limit = deployment.taps, deployment.max_context
         self._vocab = int(self._model.args.vocab_size)
         if self._taps:
@@ -86,7 +85,6 @@ class MlxLm:
             observables=frozenset({"taps", "logits", "text"}),
             vocab_size=self._vocab,
             sites=(*(f"layer.*.{name}" for name in (*_SEEN, "attn.q_rope", "attn.k_rope", "residual")), "logits"),
-            router="eager",
             environment={"mlx": importlib.metadata.version("mlx")},
         )
 

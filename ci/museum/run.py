@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import pytest_adapt
 from pytest_adapt.models import materialise
 
@@ -58,6 +60,9 @@ class Exhibit:
     """Suites, or one test, to run."""
     config: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json that replace those of the shipped model: a copy is then judged by the live oracle."""
+    scale: dict[str, list[int]] = field(default_factory=dict)
+    """End of a tensor's name -> (rows, exponent): so many first rows of these tensors are multiplied by 2^exponent,
+    which takes a first bug out of sight of a second one; also in a copy."""
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Verdict:
 
 def exhibits(path: Path) -> list[Exhibit]:
     """Every exhibit, in the order of the file. Raises TypeError for an unknown or a missing key."""
-    entries = tomllib.loads(path.read_text("utf-8"))["exhibit"]
+    entries: list[dict[str, Any]] = tomllib.loads(path.read_text("utf-8"))["exhibit"]
     return [Exhibit(**{key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}) for entry in entries]
 
 
@@ -102,7 +107,7 @@ def environment(pins: tuple[str, ...], venvs: Path) -> Path:
 
 def checkpoint(exhibit: Exhibit, work: Path) -> str:
     """What ``--adapt-models`` is told: a shipped name, or the directory of a copy with another config.json."""
-    if not exhibit.config:
+    if not exhibit.config and not exhibit.scale:
         return exhibit.model
     source, copy = materialise(exhibit.model, work / ".adapt" / "models"), work / "models" / exhibit.id
     copy.mkdir(parents=True, exist_ok=True)
@@ -113,7 +118,26 @@ def checkpoint(exhibit: Exhibit, work: Path) -> str:
             link.symlink_to(file.resolve())
     config = json.loads((source / "config.json").read_text("utf-8")) | exhibit.config
     (copy / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for file in source.glob("*.safetensors") if exhibit.scale else ():
+        (copy / file.name).unlink()
+        (copy / file.name).write_bytes(scaled(file.read_bytes(), exhibit.scale))
     return str(copy)
+
+
+def scaled(data: bytes, scale: dict[str, list[int]]) -> bytes:
+    """A safetensors file with the first rows of some bfloat16 matrices multiplied by powers of two, exactly."""
+    length = int.from_bytes(data[:8], "little")
+    header, content = json.loads(data[8 : 8 + length]), bytearray(data)
+    for name, entry in header.items():
+        for end, (rows, exponent) in scale.items():
+            if not name.endswith(end):
+                continue
+            if entry["dtype"] != "BF16" or rows > entry["shape"][0]:
+                raise ValueError(f"{name}: {entry['dtype']} {entry['shape']}; expected BF16 and {rows} rows at least")
+            start = 8 + length + entry["data_offsets"][0]
+            bits = np.frombuffer(content, "<u2", rows * entry["shape"][1], start)
+            bits[bits & 0x7F80 != 0] += np.uint16(exponent << 7)
+    return bytes(content)
 
 
 def judge(exhibit: Exhibit, pins: tuple[str, ...], venvs: Path, work: Path) -> Verdict:
