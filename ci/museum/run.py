@@ -79,8 +79,12 @@ class Verdict:
 
 def exhibits(path: Path) -> list[Exhibit]:
     """Every exhibit, in the order of the file. Raises TypeError for an unknown or a missing key."""
-    entries: list[dict[str, Any]] = tomllib.loads(path.read_text("utf-8"))["exhibit"]
-    return [Exhibit(**{key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}) for entry in entries]
+    return [_exhibit(entry) for entry in tomllib.loads(path.read_text("utf-8"))["exhibit"]]
+
+
+def _exhibit(entry: dict[str, Any]) -> Exhibit:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Exhibit(**values)
 
 
 def directory_of(pins: tuple[str, ...], venvs: Path) -> Path:
