@@ -109,7 +109,8 @@ class HfTarget:
         from pytest_adapt.target.hf_taps import SITES, TapRecorder, watched_attention
 
         self._recorder = TapRecorder(model, deployment.taps)
-        if any(sites.matches(f"layer.0.attn.{name}", deployment.taps) for name in ("q_rope", "k_rope")):
+        rotated = any(sites.matches(f"layer.0.attn.{name}", deployment.taps) for name in ("q_rope", "k_rope"))
+        if rotated and hasattr(model, "set_attn_implementation"):  # 4.54 and later: older ones show no rotated rows
             name = self._stack.enter_context(watched_attention(self._recorder, self._attention))
             model.set_attn_implementation(name)
         config = model.config.get_text_config()
@@ -194,8 +195,10 @@ class HfTarget:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if deployment.precision not in dtypes:
             raise UnsupportedDeployment(f"precision {deployment.precision}: hf: computes in {', '.join(dtypes)}")
+        release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
         # Older releases have eager experts alone and do not know the option.
-        experts = {"experts_implementation": "eager"} if int(transformers.__version__.split(".")[0]) >= 5 else {}
+        experts = {"experts_implementation": "eager"} if release >= (5, 0) else {}
+        asked = {"dtype" if release >= (4, 56) else "torch_dtype": dtypes[deployment.precision]}
         progress = transformers.utils.logging.is_progress_bar_enabled()
         level = transformers.utils.logging.get_verbosity()
         transformers.utils.logging.disable_progress_bar()
@@ -203,8 +206,8 @@ class HfTarget:
         try:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 directory,
-                dtype=dtypes[deployment.precision],
                 attn_implementation=self._attention,
+                **asked,
                 **experts,
                 use_safetensors=True,
                 local_files_only=True,
@@ -410,7 +413,9 @@ def _generator(sampling: Sampling) -> Any:
 def _new_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
-    return DynamicCache(config=model.config)
+    # 4.56 and later make layers after the configuration; older caches grow every layer as it comes.
+    told = "config" in inspect.signature(DynamicCache.__init__).parameters
+    return DynamicCache(config=model.config) if told else DynamicCache()
 
 
 def _cache_argument(model: Any) -> str:

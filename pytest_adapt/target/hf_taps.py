@@ -3,6 +3,9 @@
 Hooks only look. What a module materialises is tapped as it is; what lies between two operations of one
 forward function (rotated queries, attention scores, single experts) is not visible, except for the rotated
 queries and keys, which the attention function receives (`watched_attention`).
+
+Who chooses experts has moved between releases: the gate returns logits, weights and ids; or ids and weights (4.x,
+DeepSeek-V3); or logits alone, and the experts are then called with ids and weights (5.0 to 5.12).
 """
 
 from __future__ import annotations
@@ -120,20 +123,34 @@ class TapRecorder:
     def _hook_router(self, number: int, layer: nn.Module) -> None:
         gate = _find(layer, "mlp.gate") if _find(layer, "mlp.experts") is not None else None
         names = {part: sites.site(number, f"moe.router.{part}") for part in ("logits", "ids", "weights")}
-        if gate is None or not any(self._wanted(name) for name in names.values()):
+        experts = _find(layer, "mlp.experts")
+        if gate is None or experts is None or not any(self._wanted(name) for name in names.values()):
             return
 
-        def after(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            if not isinstance(output, tuple) or len(output) != 3:
-                return
-            logits, weights, ids = output
+        def keep(part: str, value: torch.Tensor) -> None:
+            if self._wanted(names[part]):
+                self._keep(names[part], value.reshape(self.batch, self.tokens, -1))
+
+        def chosen(ids: torch.Tensor, weights: torch.Tensor) -> None:
             order = ids.argsort(dim=-1)
-            values = {"logits": logits, "ids": ids.gather(-1, order), "weights": weights.gather(-1, order)}
-            for part, name in names.items():
-                if self._wanted(name):
-                    self._keep(name, values[part].reshape(self.batch, self.tokens, -1))
+            keep("ids", ids.gather(-1, order))
+            keep("weights", weights.gather(-1, order))
+
+        def after(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                keep("logits", output)
+            elif isinstance(output, tuple) and len(output) == 3:
+                keep("logits", output[0])
+                chosen(output[2], output[1])
+            elif isinstance(output, tuple) and len(output) == 2 and not output[0].is_floating_point():
+                chosen(output[0], output[1])
+
+        def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if len(arguments) == 3 and not arguments[1].is_floating_point():
+                chosen(arguments[1], arguments[2])
 
         self._handles.append(gate.register_forward_hook(after))
+        self._handles.append(experts.register_forward_pre_hook(before))
 
     def _shaped(self, value: torch.Tensor, heads: bool, name: str, attention: Any) -> torch.Tensor:
         if value.dim() == 4 and name.endswith("attn.kv_b"):  # [batch, 1, all tokens of the cache, width]
