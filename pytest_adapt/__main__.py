@@ -11,6 +11,7 @@ COMMANDS = {
     "inspect": ("pytest_adapt.inspect.cli", "what config.json alone says: structure, parameters, memory per card"),
     "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
+    "coverage": ("pytest_adapt.audit.coverage", "requirement -> tests -> faults that prove them -> last status"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
 }
 
