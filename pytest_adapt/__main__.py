@@ -12,6 +12,7 @@ COMMANDS = {
     "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
     "coverage": ("pytest_adapt.audit.coverage", "requirement -> tests -> faults that prove them -> last status"),
+    "lint": ("pytest_adapt.audit.lint", "requirement numbers, waivers, golden records and budgets, without a run"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
 }
 

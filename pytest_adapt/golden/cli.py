@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_adapt.golden import review
-from pytest_adapt.golden.lint import drift, orphans, verify
+from pytest_adapt.golden.lint import drift, orphans, served_lengths, verify
 from pytest_adapt.golden.make import Witness, catalogue_tasks, environment, provenance
 from pytest_adapt.golden.record import RecordError
 from pytest_adapt.golden.review import Pending, ReviewError
@@ -120,7 +120,8 @@ def _reject(options: argparse.Namespace, store: Store) -> int:
 
 def _verify(options: argparse.Namespace, store: Store) -> int:
     tasks, absent = catalogue_tasks(options.models_root)
-    findings = verify(store, {name: task.key for name, task in tasks.items()}, partial=bool(absent))
+    expected = {name: task.key for name, task in tasks.items()}
+    findings = verify(store, expected, partial=bool(absent), served=served_lengths())
     for finding in findings:
         print(f"{finding.kind}: {finding.message}")
     for model, reason in absent.items():

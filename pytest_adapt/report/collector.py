@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,12 @@ from pytest_adapt.verdict.result import CaseResult, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
+    from pytest_adapt.verdict.waiver import Use
 
-__all__ = ["Collector"]
+__all__ = ["SHARED_QUOTAS", "Collector"]
+
+SHARED_QUOTAS = "adapt_waivers"
+"""Key of an xdist worker's input: the folder in which the workers of one run count the use of waivers together."""
 
 _FATAL = 4
 
@@ -31,11 +36,19 @@ class Collector:
         self.usage: dict[str, float] = {}
         self.peak_bytes = 0
         self.written = ""
+        self.waived: list[Use] = []
+        """What each waiver came to; empty while the run goes on."""
+        self._quotas: tempfile.TemporaryDirectory[str] | None = None
         self._started = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
+
+    @property
+    def useless_waivers(self) -> bool:
+        """Whether a waiver fails the run: it has expired, or no case needed it."""
+        return any(one.state in ("expired", "unused") for one in self.waived)
 
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
@@ -85,6 +98,18 @@ class Collector:
             )
 
     @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        if self.runner.waivers is None:
+            return
+        if self._quotas is None:
+            self._quotas = tempfile.TemporaryDirectory(prefix="adapt-waivers-")
+        node.workerinput[SHARED_QUOTAS] = self._quotas.name
+
+    def pytest_unconfigure(self) -> None:
+        if self._quotas is not None:
+            self._quotas.cleanup()
+
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         sent = getattr(node, "workeroutput", {}).get("adapt", {})
         self.fatal = self.fatal or sent.get("fatal", "")
@@ -104,6 +129,7 @@ class Collector:
             and not any(case.status == "pass" for case in self.cases)
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._judge_waivers(session)
         if self.cases:
             from pytest_adapt.report.json import write_report
 
@@ -119,6 +145,19 @@ class Collector:
     def _finished(self, case: CaseResult) -> None:
         self.cases.append(case)
         self.runner.config.hook.pytest_adapt_case_finished(case=case)
+
+    def _judge_waivers(self, session: pytest.Session) -> None:
+        """An entry that has expired, or that no case needed, fails the run."""
+        from pytest_adapt.verdict.waiver import uses
+
+        waivers = self.runner.waivers
+        if waivers is None or not self.cases:
+            return
+        stopped = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or session.shouldfail
+        whole = self.runner.whole and not (stopped or session.shouldstop)
+        self.waived = uses(waivers.entries, waivers.today, self.cases, whole=whole)
+        if session.exitstatus == pytest.ExitCode.OK and self.useless_waivers:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""

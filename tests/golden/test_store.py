@@ -21,7 +21,14 @@ from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, Oracle
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
 
-WHY = {"reason": "test", "dirty": False, "witness": {"name": "somebody"}}
+WHY = {
+    "reason": "test",
+    "dirty": False,
+    "made_at": "2026-01-01",
+    "generator": "by hand",
+    "environment": {"numpy": "9.9"},
+    "witness": {"name": "somebody"},
+}
 
 
 @pytest.fixture
@@ -133,7 +140,7 @@ def test_static_check(store: Store, record: Record, make: Any, tokens: Any) -> N
 
 def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
     store.remove(record.key.id)
-    store.write(record, {"reason": "alone"})
+    store.write(record, {**WHY, "witness": {}})
     assert [one.kind for one in verify(store, {record.key.id: record.key})] == ["unwitnessed"]
 
 
