@@ -382,6 +382,7 @@ class Runner:
         """The judge's verdict on an item whose test function returned. Raises Verdict."""
         judge = state.judge
         proposed = getattr(state.reference, "proposed", [])[state.proposed :]
+        self.references.observe(state)
         if judge is not None and judge.undecided:
             raise Verdict(Status.UNKNOWN, judge.message())
         if judge is not None and judge.failures():

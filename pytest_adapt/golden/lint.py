@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_adapt.golden.record import Record, RecordError, RecordKey
+from pytest_adapt.golden.record import OBSERVED, Record, RecordError, RecordKey
 from pytest_adapt.golden.store import INDEX, Store
 
 __all__ = ["LARGEST", "Finding", "catalogue_keys", "drift", "inspect", "orphans", "served_lengths", "verify"]
@@ -90,18 +90,23 @@ def catalogue_keys(store: Store) -> dict[str, RecordKey]:
     """The records that the catalogue asks for, known without any checkpoint: only weights and tokens go unchecked (they
     are taken from the stored record; `goldens verify` computes them)."""
     from pytest_adapt.models import catalogue, spec_hash
-    from pytest_adapt.models.prompts import record_names
+    from pytest_adapt.models.prompts import boundary_lengths, record_names
 
-    keys: dict[str, RecordKey] = {}
-    for name, entry in catalogue().items():
-        for prompt in record_names(entry) if entry.kind != "needle" else ():
-            key = RecordKey(name, prompt, spec_hash(entry), "", "")
-            try:
-                stored = Record.load(store.path(key.id)).key
-            except RecordError:
-                stored = key
-            keys[key.id] = replace(key, weight_digest=stored.weight_digest, prompts_digest=stored.prompts_digest)
-    return keys
+    entries = {name: entry for name, entry in catalogue().items() if entry.kind != "needle"}
+    keys = [RecordKey(name, prompt, "", "", "") for name in entries for prompt in record_names(entries[name])]
+    found = {key.id: replace(key, spec_hash=spec_hash(entries[key.model])) for key in keys}
+    for path in store.files().values():
+        try:
+            key = Record.load(path).key
+        except RecordError:
+            continue
+        # What a target answered is kept under a class of its own, and for every prompt that it was sent.
+        prompts = (
+            {f"boundary-{n}" for n in boundary_lengths(entries[key.model])} if key.model in entries else set()
+        ) | {one.prompt for one in keys if one.model == key.model}
+        if key.id in found or (key.prompt in prompts and key.math_class.startswith(OBSERVED)):
+            found[key.id] = replace(key, spec_hash=spec_hash(entries[key.model]))
+    return found
 
 
 def served_lengths() -> dict[str, tuple[int, ...]]:
