@@ -134,6 +134,7 @@ class Collector:
             from pytest_adapt.report.json import write_report
 
             self.written = write_report(self, int(session.exitstatus))
+            self._keep_headroom()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -145,6 +146,19 @@ class Collector:
     def _finished(self, case: CaseResult) -> None:
         self.cases.append(case)
         self.runner.config.hook.pytest_adapt_case_finished(case=case)
+
+    def _keep_headroom(self) -> None:
+        """What each cell used of its budget, for `python -m pytest_adapt headroom`; a planted fault is no history."""
+        from pytest_adapt.audit.headroom import FILE, append, uses_of
+
+        settings, config = self.runner.settings, self.runner.config
+        if settings.inject:
+            return
+        try:
+            append(config.rootpath / FILE, settings.target, uses_of(self.cases))
+        except OSError as error:
+            warning = pytest.PytestWarning(f"adapt: cannot write {FILE}: {error}")
+            config.issue_config_time_warning(warning, stacklevel=2)
 
     def _judge_waivers(self, session: pytest.Session) -> None:
         """An entry that has expired, or that no case needed, fails the run."""

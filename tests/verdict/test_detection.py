@@ -35,9 +35,10 @@ def test_an_error_like_the_yardsticks_passes_and_one_a_few_times_as_large_does_n
 def test_a_budget_that_nobody_can_meet_and_one_that_everybody_does_are_refused(bench: Any) -> None:
     """The bound itself has an edge on either side."""
     model, draw = bench("qwen3-moe-odd"), np.random.default_rng(7)
-    site = next(one for one in site_budgets(model.oracle, model.tokens(TOKENS), "bf16") if one.name.endswith("attn.q"))
+    sites = site_budgets(model.oracle, model.tokens(TOKENS), "fp32")
+    site = next(one for one in sites if one.name == "layer.0.attn.q")
     assert weaknesses(site, draw) == []
-    (tight,) = [line for line in weaknesses(replace(site, widen=0.3), draw) if "cannot meet" in line]
+    (tight,) = [line for line in weaknesses(replace(site, widen=0.1), draw) if "cannot meet" in line]
     assert tight.startswith(site.name) and "site.rms" in tight
     wide = weaknesses(replace(site, widen=20.0), draw)
     assert any("everywhere, passes" in line for line in wide) and any("16 times" in line for line in wide)
