@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import return_memory
-from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target, TargetError, UnsupportedDeployment
+from pytest_adapt.target.protocol import (
+    PRECISIONS,
+    Deployment,
+    Info,
+    Request,
+    Response,
+    Target,
+    TargetError,
+    UnsupportedDeployment,
+)
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
 from pytest_adapt.watchdog import Hung, Watchdog
@@ -17,6 +26,7 @@ from pytest_adapt.watchdog import Hung, Watchdog
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Mark
     from pytest_adapt.options import Settings
+    from pytest_adapt.target.claims import Claims
     from pytest_adapt.target.registry import TargetSpec
 
 __all__ = ["Fatal", "Host", "OpenTarget", "Opened"]
@@ -325,6 +335,42 @@ class OpenTarget:
                 refused = middle
         return accepted
 
+    def claims(self) -> Claims:
+        """What the target declares and does not show, and what it shows and does not declare.
+
+        Each feature that it declares is opened once, with its largest setting; of an engine, so is each precision that
+        it does not declare.
+        """
+        from pytest_adapt.target.claims import Claims, undeclared
+
+        known, unshown = self._known, dict(self._known.missing)
+        tries = {
+            f"{name}={max(offered)}": (name, max(offered))
+            for name, offered in self.info.features.items()
+            if any(offered)
+        }
+        for label, feature in tries.items():
+            unshown |= self._unshown(replace(self._deployment, features=(feature,)), feature[0], label)
+        if "taps" in self.info.observables and not self._deployment.taps:
+            unshown |= self._unshown(replace(self._deployment, taps=("*",)), "taps", "taps")
+        found = {}
+        if self.kind == "engine":
+            for precision in PRECISIONS:
+                if precision not in self._host.spec.precisions:
+                    with contextlib.suppress(Verdict):
+                        self._host.acquire(replace(self._deployment, precision=precision))
+                        found[f"precision {precision}"] = "a deployment in it opens"
+        opened = self._opened
+        try:
+            found |= opened.watchdog.call(
+                lambda: undeclared(opened.target, opened.deployment, known.info),
+                self._host.settings.timeout,
+                lambda: f"{opened.info.name} to answer what it does not declare",
+            )
+        except (TargetError, Hung):
+            self._host.close()  # it refused in its own way; the next request opens it again
+        return Claims(unshown, found)
+
     def restart(self) -> None:
         """Close the deployment and open it again (a server is stopped and started)."""
         self._host.acquire(self._deployment)
@@ -457,6 +503,14 @@ class OpenTarget:
             if len(shown) > 1:
                 shown -= {drop}
         return shown or frozenset({"text"})
+
+    def _unshown(self, deployment: Deployment, name: str, label: str) -> dict[str, str]:
+        """Why a declared observable or feature does not count in a deployment that asks for it; empty where it does."""
+        try:
+            missing = self._host.acquire(deployment).missing
+        except Verdict as verdict:
+            return {label: verdict.reason}
+        return {label: missing[name]} if name in missing else {}
 
     def _check_feature(self, name: str, setting: int) -> None:
         offered = self.info.features.get(name, ())

@@ -363,7 +363,7 @@ def test_commands(
     assert main([*base, "accept", "nobody.*", "--reason", "x"]) == 1
     assert "nothing pending" in capsys.readouterr().err
     assert snapshot(store.directory) == before
-    assert main([*base, "accept", record.key.id, "--reason", "x", "--allow-dirty"]) == 0
+    assert main([*base, "accept", record.key.id, "--reason", "x", "--allow-dirty", "--allow-unwitnessed"]) == 0
     assert f"{record.key.id}: changed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*base, "accept", "--all"])  # no reason
