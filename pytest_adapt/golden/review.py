@@ -27,6 +27,7 @@ __all__ = [
     "ReviewError",
     "accept",
     "classified",
+    "distrust",
     "list_pending",
     "markdown",
     "propose",
@@ -255,6 +256,15 @@ def accept(
         outcome.append(f"{pending.record_id}: {result}")
         reject([pending])
     return outcome
+
+
+def distrust(folder: Path, since: float) -> int:
+    """Note that the run which wrote the pending records since a time (seconds of the epoch) had errors, so that none of
+    them is accepted; how many there are."""
+    recent = [one for one in list_pending(folder) if one.path.with_suffix(".json").stat().st_mtime >= since]
+    for pending in recent:
+        _write_note(replace(pending, run_had_errors=True))
+    return len(recent)
 
 
 def reject(chosen: Iterable[Pending]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -40,6 +41,7 @@ class Collector:
         """What each waiver came to; empty while the run goes on."""
         self._quotas: tempfile.TemporaryDirectory[str] | None = None
         self._started = time.monotonic()
+        self._began = time.time()
 
     @property
     def seconds(self) -> float:
@@ -135,6 +137,7 @@ class Collector:
 
             self.written = write_report(self, int(session.exitstatus))
             self._keep_headroom()
+            self._distrust_pending(session)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -159,6 +162,18 @@ class Collector:
         except OSError as error:
             warning = pytest.PytestWarning(f"adapt: cannot write {FILE}: {error}")
             config.issue_config_time_warning(warning, stacklevel=2)
+
+    def _distrust_pending(self, session: pytest.Session) -> None:
+        """What a run with errors proposes as golden records is not taken in: it may be half of the truth."""
+        pending = self.runner.config.rootpath / ".adapt" / "pending"
+        broken = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if pending.is_dir() and (broken or any(case.status is Status.ERROR for case in self.cases)):
+            from pytest_adapt.golden.record import RecordError
+            from pytest_adapt.golden.review import distrust
+
+            # A note that cannot be read, or that somebody rejects meanwhile, is not accepted either.
+            with contextlib.suppress(RecordError, OSError):
+                distrust(pending, self._began)
 
     def _judge_waivers(self, session: pytest.Session) -> None:
         """An entry that has expired, or that no case needed, fails the run."""

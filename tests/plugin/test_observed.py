@@ -93,3 +93,23 @@ def test_a_run_refuses_a_record_of_ones_own_that_was_edited_by_one_bit(folder: F
     assert folder.run("Oracle", *args).ret == 1
     (case,) = folder.report()["cases"]
     assert case["status"] == "fail" and "content differs from its digest" in case["reason"]
+
+
+def test_what_a_run_with_errors_proposes_is_not_accepted(
+    folder: Folder, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = """
+        def test_it(target, model, precision, reference, judge):
+            tokens = model.all_prompts["random-37"]
+            judge.against_record("random-37", target.score(tokens), reference.record("random-37", tokens))
+        {more}
+        """
+    goldens = ["goldens", "--store", str(folder.path / "mine"), "--pending", str(folder.path / ".adapt" / "pending")]
+    args = ("--adapt-goldens=observe", "--adapt-precisions=fp32", "test_mine.py")
+    write(test_mine=test.format(more="def test_broken(target, nobody): pass"))
+    assert folder.run("Oracle", *args).ret == 1
+    assert main([*goldens, "accept", "--all", "--reason", "today", "--allow-observed"]) == 1
+    assert "the run that proposed it had errors" in capsys.readouterr().err
+    write(test_mine=test.format(more=""))
+    assert folder.run("Oracle", *args).ret == 0
+    assert main([*goldens, "accept", "--all", "--reason", "today"]) == 0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_adapt.audit.headroom import read
+
 if TYPE_CHECKING:
     from conftest import Folder
 
@@ -30,6 +32,9 @@ def test_a_right_target_passes(folder: Folder, write: Write) -> None:
     assert case["status"] == "pass"
     assert case["observable"] == "logits"
     assert sum(one["compared"] for one in case["measurements"]) > 1000
+    (run,) = read(folder.path / ".adapt" / "headroom.jsonl")
+    cell = "test_mine.py::test_predictions | qwen3-moe-odd | single | fp32 | logprob.rms"
+    assert run["target"] == "py:targets:Oracle" and 0 < run["cells"][cell] < 1
 
 
 def test_a_wrong_target_is_caught(folder: Folder, write: Write) -> None:
