@@ -90,7 +90,7 @@ def catalogue_keys(store: Store) -> dict[str, RecordKey]:
     """The records that the catalogue asks for, known without any checkpoint: only weights and tokens go unchecked (they
     are taken from the stored record; `goldens verify` computes them)."""
     from pytest_adapt.models import catalogue, spec_hash
-    from pytest_adapt.models.prompts import boundary_lengths, record_names
+    from pytest_adapt.models.prompts import record_names
 
     entries = {name: entry for name, entry in catalogue().items() if entry.kind != "needle"}
     keys = [RecordKey(name, prompt, "", "", "") for name in entries for prompt in record_names(entries[name])]
@@ -101,10 +101,8 @@ def catalogue_keys(store: Store) -> dict[str, RecordKey]:
         except RecordError:
             continue
         # What a target answered is kept under a class of its own, and for every prompt that it was sent.
-        prompts = (
-            {f"boundary-{n}" for n in boundary_lengths(entries[key.model])} if key.model in entries else set()
-        ) | {one.prompt for one in keys if one.model == key.model}
-        if key.id in found or (key.prompt in prompts and key.math_class.startswith(OBSERVED)):
+        observed = key.math_class.startswith(OBSERVED) and key.model in entries
+        if key.id in found or (observed and key.prompt.partition("-")[0] in entries[key.model].prompts):
             found[key.id] = replace(key, spec_hash=spec_hash(entries[key.model]))
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 from pytest_adapt.models.entries import ModelEntry, ModelError
 from pytest_adapt.models.tokenizer import plain_ids
 
-__all__ = ["LONGEST", "boundary_lengths", "ordinary", "prompts_of", "random_tokens", "record_names", "shipped"]
+__all__ = ["LONGEST", "ordinary", "prompts_of", "random_tokens", "record_names", "shipped"]
 
 LONGEST = 4096
 _RANDOM_LENGTHS = (1, 37, 150, 301)  # one token, and lengths that end inside a page of 16
@@ -66,7 +66,7 @@ def record_names(entry: ModelEntry) -> dict[str, tuple[int, ...]]:
     for name in entry.prompts:
         if name == "random":
             found |= {f"{name}-{length}": (length,) for length in _RANDOM_LENGTHS}
-        elif name == "boundary" and (lengths := boundary_lengths(entry)):
+        elif name == "boundary" and (lengths := _boundary_lengths(entry)):
             found[f"{name}-{lengths[-1]}"] = tuple(lengths)
         else:
             mine = {key: ids for key, ids in shipped(entry).items() if key.startswith(f"{name}-")}
@@ -77,8 +77,7 @@ def record_names(entry: ModelEntry) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def boundary_lengths(entry: ModelEntry) -> list[int]:
-    """Lengths of the prompts around a model's boundaries: b-1, b and b+1 tokens, ascending."""
+def _boundary_lengths(entry: ModelEntry) -> list[int]:
     return sorted({n for b in entry.contexts for n in (b - 1, b, b + 1) if 0 < n <= LONGEST})
 
 
@@ -97,7 +96,7 @@ def _boundary(entry: ModelEntry, directory: Path, name: str) -> Iterator[tuple[s
     The sequence is the shipped ``long`` one (searched like the prompts, so that routing stays certain) as far as
     it goes, then random.
     """
-    lengths = boundary_lengths(entry)
+    lengths = _boundary_lengths(entry)
     if not lengths:
         return
     start = shipped(entry).get("long", ())
