@@ -15,8 +15,10 @@ from pytest_adapt.matrix import PROFILES, Model, Profile, Take, contexts_of
 from pytest_adapt.models import ModelEntry, catalogue, materialise
 from pytest_adapt.verdict.power import SEEN, RecordCell, SiteBudget, site_budgets
 
-__all__ = ["Cell", "profile_cells", "profile_sites", "rates"]
+__all__ = ["AGREEING", "Cell", "profile_cells", "profile_sites", "rates"]
 
+AGREEING = 96
+"""Longest prompts that the suite consistency compares with themselves."""
 _TOKENS = 40
 
 
@@ -33,8 +35,11 @@ class Cell:
         return f"{self.model} {self.precision} up to {self.context} tokens ({self.budget.rows} certified positions)"
 
 
-def profile_cells(store: Store, name: str) -> Iterator[Cell]:
-    """The cells of a profile (smoke, day0 or full) for which a store has records; others are judged live."""
+def profile_cells(store: Store, name: str, longest: int = 0) -> Iterator[Cell]:
+    """The cells of a profile (smoke, day0 or full) for which a store has records; others are judged live.
+
+    With ``longest``, what a test holds that takes the prompts of at most so many tokens, whatever the context.
+    """
     profile = PROFILES[name]
     served = served_lengths()
     records: dict[str, list[Record]] = {}
@@ -46,7 +51,8 @@ def profile_cells(store: Store, name: str) -> Iterator[Cell]:
         records.setdefault(record.key.model, []).append(record)
     for entry, take in _taken(profile):
         contexts = contexts_of(Model(entry.name, entry, None, entry.contexts, entry.precisions), take)
-        for floor, context in zip((0, *contexts), contexts, strict=False):
+        bands = [(0, longest)] if longest else list(zip((0, *contexts), contexts, strict=False))
+        for floor, context in bands:
             fitting = list(_fitting(records.get(entry.name, []), served, floor, context))[: take.prompts or None]
             for precision in take.precisions if fitting else ():
                 if all(precision in record.precisions for record in fitting):
@@ -70,10 +76,10 @@ def profile_sites(name: str, root: Path) -> Iterator[tuple[str, SiteBudget]]:
 def rates(store: Store, root: Path, draws: int) -> list[str]:
     """Markdown: for each kind of comparison, how often it is red for a healthy control, and for 1.5, 2 and 4 times its
     error; over the cells of the day0 profile, and the sites of the smoke profile."""
-    cells = [cell.budget for cell in profile_cells(store, "day0")]
     rows: dict[str, Mapping[float, float]] = {}
     times = (1.0, 1.5, 2.0, SEEN)
     for label, agree in (("pooled, against the record", False), ("prompt by prompt, two answers", True)):
+        cells = [cell.budget for cell in profile_cells(store, "day0", AGREEING if agree else 0)]
         rows[f"{label} ({len(cells)} cells x {draws} draws)"] = {
             one: float(np.mean([cell.share(one, draws, agree=agree) for cell in cells])) for one in times
         }

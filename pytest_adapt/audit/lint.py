@@ -112,7 +112,7 @@ def lint_budgets(directory: Path | None, root: Path) -> list[Finding]:
     """
     import numpy as np
 
-    from pytest_adapt.audit.budgets import profile_cells, profile_sites
+    from pytest_adapt.audit.budgets import AGREEING, profile_cells, profile_sites
     from pytest_adapt.golden.store import Store, StoreError, shipped_store
     from pytest_adapt.verdict.power import weaknesses
 
@@ -128,6 +128,9 @@ def lint_budgets(directory: Path | None, root: Path) -> list[Finding]:
                 seen.add(place)
                 weak = cell.budget.weaknesses(_DRAWS)
                 found += [Finding("budgets", f"{profile}: {cell}: {why}", note=profile == "full") for why in weak]
+        for cell in profile_cells(store, "day0", AGREEING):
+            weak = cell.budget.weaknesses(_DRAWS, agree=True)
+            found += [Finding("budgets", f"consistency, day0: {cell}: {why}") for why in weak]
     except StoreError as problem:
         return [Finding("budgets", str(problem))]
     draw = np.random.default_rng(7)

@@ -160,10 +160,10 @@ class RecordCell:
         draw = np.random.default_rng(seed)
         return float(np.mean([self.red(times, draw, agree=agree) for _ in range(draws)]))
 
-    def weaknesses(self, draws: int) -> list[str]:
+    def weaknesses(self, draws: int, *, agree: bool = False) -> list[str]:
         """Why the budget of this cell is refused, one line each; empty for a sound one."""
         found = []
-        alarms, seen = self.share(1.0, draws), self.share(SEEN, draws)
+        alarms, seen = (self.share(times, draws, agree=agree) for times in (1.0, SEEN))
         if alarms > ALARMS:
             found.append(f"a healthy control is red in {alarms:.1%} of {draws} draws")
         if seen < 1.0:

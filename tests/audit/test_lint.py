@@ -177,6 +177,8 @@ def test_budgets(store: Store, models_root: Path, monkeypatch: pytest.MonkeyPatc
     assert lint_budgets(store.directory, models_root) == []
     change(store, NAMES[0], lambda one: one.take(np.arange(len(one.positions)) < 4))
     found = [one for one in lint_budgets(store.directory, models_root) if not one.note]
+    assert sum("consistency, day0: llama-odd" in str(one) for one in found) == 2
+    found = [one for one in found if "consistency" not in str(one)]
     assert [str(one).partition(":")[2].partition(")")[0] for one in found] == [
         f" day0: llama-odd {precision} up to 512 tokens (4 certified positions" for precision in ("fp32", "bf16")
     ]
