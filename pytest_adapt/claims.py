@@ -6,15 +6,22 @@ and what nobody judges looks like what nobody can do.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_adapt.target.probe import ask, fault, probe_prompt
-from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Target
+from pytest_adapt.target.protocol import OBSERVABLES, PRECISIONS, Deployment, Info, Request, Target, TargetError
 from pytest_adapt.target.tokenizer import load_tokenizer
+from pytest_adapt.verdict.status import Verdict
+from pytest_adapt.watchdog import Hung
 
-__all__ = ["Claims", "undeclared"]
+if TYPE_CHECKING:
+    from pytest_adapt.session import Host
+
+__all__ = ["Claims", "tested", "undeclared"]
 
 _REPEATED = 8
 
@@ -33,6 +40,46 @@ class Claims:
         """One line for each claim that does not hold, with the way out."""
         lines = [f"{name} is declared, but: {why}; declare only what is shown" for name, why in self.unshown.items()]
         return lines + [f"{name} is not declared, but {why}; declare it" for name, why in self.undeclared.items()]
+
+
+def tested(host: Host, deployment: Deployment) -> Claims:
+    """The claims of the target that ``host`` opens, about one deployment of it.
+
+    Each feature that it declares is opened once, with its largest setting; of an engine, so is each precision that it
+    does not declare. Raises Verdict or Fatal where the deployment itself does not open.
+    """
+    known = host.acquire(deployment)
+    unshown, found = dict(known.missing), {}
+    for name, offered in known.info.features.items():
+        if any(offered):
+            feature = (name, max(offered))
+            unshown |= _unshown(host, replace(deployment, features=(feature,)), name, f"{name}={max(offered)}")
+    if "taps" in known.info.observables and not deployment.taps:
+        unshown |= _unshown(host, replace(deployment, taps=("*",)), "taps", "taps")
+    for precision in PRECISIONS if host.spec.kind == "engine" else ():
+        if precision not in host.spec.precisions:
+            with contextlib.suppress(Verdict):
+                host.acquire(replace(deployment, precision=precision))
+                found[f"precision {precision}"] = "a deployment in it opens"
+    opened = host.acquire(deployment)
+    try:
+        found |= opened.watchdog.call(
+            lambda: undeclared(opened.target, deployment, opened.info),
+            host.settings.timeout,
+            lambda: f"{opened.info.name} to answer what it does not declare",
+        )
+    except (TargetError, Hung):
+        host.close()  # it refused in its own way; the next request opens it again
+    return Claims(unshown, found)
+
+
+def _unshown(host: Host, deployment: Deployment, name: str, label: str) -> dict[str, str]:
+    """Why a declared observable or feature does not count in a deployment that asks for it; empty where it does."""
+    try:
+        missing = host.acquire(deployment).missing
+    except Verdict as verdict:
+        return {label: verdict.reason}
+    return {label: missing[name]} if name in missing else {}
 
 
 def undeclared(target: Target, deployment: Deployment, info: Info) -> dict[str, str]:
