@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Pending:
     reason: str = ""
     run_had_errors: bool = False
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def note(self) -> Path:
+        """The file beside it that says why."""
+        return self.path.with_suffix(".json")
 
     @property
     def record(self) -> Record:
@@ -258,26 +263,28 @@ def accept(
     return outcome
 
 
-def distrust(folder: Path, since: float) -> int:
-    """Note that the run which wrote the pending records since a time (seconds of the epoch) had errors, so that none of
-    them is accepted; how many there are."""
-    recent = [one for one in list_pending(folder) if one.path.with_suffix(".json").stat().st_mtime >= since]
-    for pending in recent:
+def distrust(folder: Path, before: Mapping[str, int]) -> int:
+    """Note that the run which wrote pending records had errors, so that none of them is accepted; how many there are.
+
+    ``before`` maps the names of the notes that were there when the run began to their times of change (st_mtime_ns).
+    """
+    written = [one for one in list_pending(folder) if before.get(one.note.name) != one.note.stat().st_mtime_ns]
+    for pending in written:
         _write_note(replace(pending, run_had_errors=True))
-    return len(recent)
+    return len(written)
 
 
 def reject(chosen: Iterable[Pending]) -> None:
     """Delete pending records."""
     for pending in chosen:
         pending.path.unlink(missing_ok=True)
-        pending.path.with_suffix(".json").unlink(missing_ok=True)
+        pending.note.unlink(missing_ok=True)
 
 
 def _write_note(pending: Pending) -> None:
     note = asdict(pending)
     del note["path"]
-    path = pending.path.with_suffix(".json")
+    path = pending.note
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(note, sort_keys=True, indent=1), encoding="utf-8")
     partial.replace(path)

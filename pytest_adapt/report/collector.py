@@ -7,6 +7,7 @@ import os
 import shlex
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,7 +46,7 @@ class Collector:
         self.exercised: set[tuple[str, str]] = set()
         """(model, layout) on which what the fault of this run replaced was called."""
         self._started = time.monotonic()
-        self._began = time.time()
+        self._pending = {note.name: note.stat().st_mtime_ns for note in self._pending_folder.glob("*.json")}
 
     @property
     def seconds(self) -> float:
@@ -207,17 +208,20 @@ class Collector:
             warning = pytest.PytestWarning(f"adapt: cannot write {FILE}: {error}")
             config.issue_config_time_warning(warning, stacklevel=2)
 
+    @property
+    def _pending_folder(self) -> Path:
+        return self.runner.config.rootpath / ".adapt" / "pending"
+
     def _distrust_pending(self, session: pytest.Session) -> None:
         """What a run with errors proposes as golden records is not taken in: it may be half of the truth."""
-        pending = self.runner.config.rootpath / ".adapt" / "pending"
         broken = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if pending.is_dir() and (broken or any(case.status is Status.ERROR for case in self.cases)):
+        if self._pending_folder.is_dir() and (broken or any(case.status is Status.ERROR for case in self.cases)):
             from pytest_adapt.golden.record import RecordError
             from pytest_adapt.golden.review import distrust
 
             # A note that cannot be read, or that somebody rejects meanwhile, is not accepted either.
             with contextlib.suppress(RecordError, OSError):
-                distrust(pending, self._began)
+                distrust(self._pending_folder, self._pending)
 
     def _judge_waivers(self, session: pytest.Session) -> None:
         """An entry that has expired, or that no case needed, fails the run."""

@@ -153,9 +153,6 @@ def _feature_fault(name: str, target: Target, prompt: tuple[int, ...], deploymen
         return "asked for, but not declared"
     if deployment.feature(name) not in levels:
         return f"setting {deployment.feature(name)} is none of {', '.join(map(str, levels))}"
-    if name == "load_audit":
-        absent = [key for key in ("tensors", "seconds", "bytes") if key not in info.load]
-        return f"the load report lacks {', '.join(absent)}" if absent else ""
     if name != "prefix_cache":
         return ""
     prompt = (prompt * _REPEATS)[: max(1, (info.max_context or 1 << 20) - _NEW)]

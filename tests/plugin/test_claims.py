@@ -18,14 +18,13 @@ CLAIMANTS = """
     class Honest(Echo):
         defaults = {"precisions": ("fp32",)}
         features = {"chunk": (0, 7)}
-        load = {}
 
         def open(self, deployment):
             if deployment.precision not in self.defaults["precisions"]:
                 raise UnsupportedDeployment(f"no kernel for {deployment.precision}")
             self.deployment, self.seen = deployment, set()
             kind = self.defaults.get("kind", "engine")
-            return Info("h", "1", kind, self.observables, self.features, vocab_size=VOCAB, load=self.load)
+            return Info("h", "1", kind, self.observables, self.features, vocab_size=VOCAB)
 
         def run(self, requests):
             for request in requests:
@@ -50,10 +49,6 @@ CLAIMANTS = """
             if deployment.feature("chunk"):
                 raise UnsupportedDeployment("chunks are not built in")
             return super().open(deployment)
-
-    class NoAudit(Honest):
-        features = {"load_audit": (1,)}
-        load = {"seconds": 1.0}
 
     class NoTaps(Honest):
         observables = frozenset({"logits", "text", "taps"})
@@ -107,7 +102,6 @@ CLAIMANTS = """
         ("Served", ""),  # a server keeps the features it was started with
         ("NoLogits", "logits is declared, but: declared, but absent from the answer; declare only what is shown"),
         ("Refuses", "chunk=7 is declared, but: chunks are not built in"),
-        ("NoAudit", "load_audit=1 is declared, but: the load report lacks tensors, bytes"),
         ("NoTaps", "taps is declared, but: declared, but absent"),
         ("NoCache", "prefix_cache=1 is declared, but: a repeated prompt took nothing from the cache"),
         ("AlwaysCache", "prefix_cache=0 is not declared, but 95 of 96 tokens of a repeated prompt came from a cache"),
