@@ -11,6 +11,9 @@ COMMANDS = {
     "inspect": ("pytest_adapt.inspect.cli", "what config.json alone says: structure, parameters, memory per card"),
     "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
+    "coverage": ("pytest_adapt.audit.coverage", "requirement -> tests -> faults that prove them -> last status"),
+    "lint": ("pytest_adapt.audit.lint", "requirement numbers, waivers, golden records and budgets, without a run"),
+    "headroom": ("pytest_adapt.audit.headroom", "how much of its budget each cell used, run after run"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
 }
 

@@ -55,6 +55,8 @@ class ItemState:
     requirements: tuple[int, ...]
     status: Status | None = None
     reason: str = ""
+    waiver: int = 0
+    """Number of the waiver that let it through."""
     pending: BaseException | None = None
     """What ended the set-up; raised in the call phase, where an outcome of pytest's is a verdict."""
     judge: Any = None
@@ -100,6 +102,7 @@ class ItemState:
             context=self.context,
             observable="+".join(name for name in ("taps", "logits", "score", "topk", "text") if name in used),
             reason=self.reason,
+            waiver=self.waiver,
             measurements=list(getattr(judge, "measurements", ())),
             figures=list(getattr(judge, "figures", ())),
             divergence=divergence,

@@ -29,6 +29,7 @@ __all__ = [
     "Model",
     "Profile",
     "Take",
+    "contexts_of",
     "declined",
     "github_jobs",
     "make_matrix",
@@ -256,7 +257,7 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
     prompts: dict[str, int] = {}
     for model in models:
         take = profile.classes.get(model.shape_class, profile.other)
-        contexts = settings.contexts or _contexts(model, take)
+        contexts = settings.contexts or contexts_of(model, take)
         prompts[model.name] = take.prompts
         if model.max_position and settings.contexts and max(contexts) > model.max_position:
             raise pytest.UsageError(
@@ -276,7 +277,7 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         layout_rows = [row for row in rows if row[1] != "single"]
     else:
         layout_rows = [
-            (model.name, layout, precision, _contexts(model, profile.other)[0])
+            (model.name, layout, precision, contexts_of(model, profile.other)[0])
             for model, layouts in spread
             for layout in layouts
             for precision in settings.precisions or _precisions(profile.other, model, spec) or spec.precisions
@@ -501,7 +502,7 @@ def _boundaries(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(length for length in lengths if 0 < length <= top))
 
 
-def _contexts(model: Model, take: Take) -> tuple[int, ...]:
+def contexts_of(model: Model, take: Take) -> tuple[int, ...]:
     """The largest context of the model under each bound; its smallest where all are beyond."""
     found = {max((length for length in model.contexts if length <= bound), default=0) for bound in take.contexts}
     return tuple(sorted(found - {0})) or model.contexts[:1] or (LEAST_CONTEXT,)

@@ -95,10 +95,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("mode", "mode of the built-in engine", "fast", "MODE", ("fast", "strict")),
     Option(
         "goldens",
-        "compare with records (check), record missing ones (new) or changed ones (update) for review, or do without",
+        "compare with records (check), besides that record missing ones (new), changed ones (update) or the target's "
+        "own answers (observe) for review, or do without",
         "check",
         "MODE",
-        ("check", "new", "update", "off"),
+        ("check", "new", "update", "observe", "off"),
     ),
     Option("goldens_dir", "directory of your own records", "", "DIR"),
     Option("reason", "why records change; needed by --adapt-goldens=update", "", "TEXT"),

@@ -54,6 +54,30 @@ class References:
             with contextlib.suppress(RecordError):  # an answer that cannot be a record is in the message already
                 propose_observed(self._pending, record, answer, who, state.case, one.detail)
 
+    def observe(self, state: ItemState) -> None:
+        """With --adapt-goldens=observe: leave what the target answered to the prompts of a prediction test as pending
+        records of a class of its own, so that a later run shows what changed."""
+        from pytest_adapt.golden.record import OBSERVED, RecordError, tokens_digest
+        from pytest_adapt.golden.review import propose_observed
+
+        cell = state.cell
+        if self._runner.settings.goldens != "observe" or state.model is None or state.target is None or cell is None:
+            return
+        if cell.layout != "single" or getattr(state.reference, "kind", "") != "golden" or cell.taps or cell.features:
+            return
+        info = state.target.info
+        for name, tokens in state.model.all_prompts.items():
+            answer = state.target.answer_to(tokens)
+            if answer is None:
+                continue
+            record = state.reference.record(name, tokens)
+            seen = f"{OBSERVED}{cell.precision}"
+            key = replace(record.key, prompt=name, prompts_digest=tokens_digest(tokens), math_class=seen)
+            kept = replace(record, key=key, errors={cell.precision: record.emulation(cell.precision)})
+            told = {"environment": dict(info.environment), "target": f"{info.name} {info.version}"}
+            with contextlib.suppress(RecordError):  # a target that shows too little has nothing to compare later
+                propose_observed(self._pending, kept, answer, info.name, "", self._runner.settings.reason, told)
+
     def close(self) -> None:
         """Close the target of --adapt-reference."""
         if self._host is not None:
@@ -97,7 +121,7 @@ class References:
         stores = (*own, shipped_store())
         # A model of which nothing was ever recorded is judged by the live oracle; one record lost among others fails.
         recorded = any(name.startswith(f"{model.name}.") for store in stores for name in store.entries)
-        if not recorded and settings.goldens == "check":
+        if not recorded and settings.goldens in ("check", "observe"):
             return live
         assert model.entry is not None
         return GoldenReference(
@@ -111,9 +135,11 @@ class References:
         )
 
     def _propose(self, record: Any, why: str) -> None:
+        from pytest_adapt.golden.make import environment
         from pytest_adapt.golden.review import propose
 
-        propose(self._pending, record, why, self._case, self._runner.settings.reason)
+        told = {"environment": environment()}
+        propose(self._pending, record, why, self._case, self._runner.settings.reason, told)
 
     @property
     def _pending(self) -> Path:

@@ -32,9 +32,9 @@ from pytest_adapt.matrix import (
 )
 from pytest_adapt.options import Settings, read_settings
 from pytest_adapt.references import References
-from pytest_adapt.report.collector import Collector
+from pytest_adapt.report.collector import SHARED_QUOTAS, Collector
 from pytest_adapt.session import Fatal, Host, OpenTarget
-from pytest_adapt.stash import RUN, STATE
+from pytest_adapt.stash import RUN, STATE, WHOLE
 from pytest_adapt.target.protocol import Deployment, TargetError
 from pytest_adapt.verdict.ladder import rung_of
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from pytest_adapt.target.registry import TargetSpec
 
 __all__ = ["Runner", "print_matrix", "start"]
+
+_NARROWING = ("models", "layouts", "precisions", "contexts", "observables")
 
 
 def start(config: pytest.Config) -> None:
@@ -110,7 +112,9 @@ class Runner:
         self.matrix = matrix
         self.host = Host(spec, settings)
         self.kind = settings.require or spec.kind
-        self.waivers = read_waivers(config.rootpath / settings.waivers) if settings.waivers else None
+        shared = getattr(config, "workerinput", {}).get(SHARED_QUOTAS)
+        waivers = config.rootpath / settings.waivers
+        self.waivers = read_waivers(waivers, Path(shared) if shared else None) if settings.waivers else None
         self.collector = Collector(self)
         self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
@@ -124,6 +128,14 @@ class Runner:
         self._cells: list[Cell] = []
         self._shown_cell: Cell | None = None
         self._blocked: dict[tuple[str, str, str], str] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out of what the repository's own settings hold: no path, no selection, whole axes."""
+        option = self.config.option
+        selected = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
+        narrowed = [name for name in _NARROWING if self.settings.sources.get(name) in ("command line", "environment")]
+        return self.config.stash.get(WHOLE, False) and not any(selected) and not narrowed
 
     # collection
 
@@ -287,12 +299,13 @@ class Runner:
             return result
         except (Exception, pytest.fail.Exception) as error:
             verdict = _verdict(error)
-            waiver = self.waivers.find(state.case) if verdict is None and self.waivers else None
-            if verdict is None and waiver is None:
-                raise
-            state.required &= not getattr(error, "optional", False) or self.kind == "release"
             if verdict is None:
+                waiver = self.waivers.find(state.case) if self.waivers else None
+                if waiver is None:
+                    raise
                 verdict = (Status.WAIVED, f"{type(error).__name__}: {error} ({waiver})")
+                state.waiver = waiver.number
+            state.required &= not getattr(error, "optional", False) or self.kind == "release"
         # Outside the handler, so that pytest shows no chain of exceptions.
         self._end(state, *verdict)
         return None
@@ -407,6 +420,7 @@ class Runner:
         """The judge's verdict on an item whose test function returned. Raises Verdict."""
         judge = state.judge
         proposed = getattr(state.reference, "proposed", [])[state.proposed :]
+        self.references.observe(state)
         if judge is not None and judge.undecided:
             raise Verdict(Status.UNKNOWN, judge.message())
         if judge is not None and judge.failures():
@@ -439,6 +453,7 @@ class Runner:
             waiver = self.waivers.find(state.case) if self.waivers else None
             if waiver is not None:
                 state.status, state.reason = Status.WAIVED, f"{state.reason} ({waiver})"
+                state.waiver = waiver.number
                 pytest.xfail(f"waived: {waiver}")
             self._dump(state)
             pytest.fail(self._message(state, status, reason), pytrace=False)

@@ -19,6 +19,7 @@ from pytest_adapt.verdict.status import Verdict
 from pytest_adapt.watchdog import Hung, Watchdog
 
 if TYPE_CHECKING:
+    from pytest_adapt.claims import Claims
     from pytest_adapt.matrix import Mark
     from pytest_adapt.options import Settings
     from pytest_adapt.target.registry import TargetSpec
@@ -358,6 +359,12 @@ class OpenTarget:
             else:
                 refused = middle
         return accepted
+
+    def claims(self) -> Claims:
+        """What the target declares and does not show, and what it shows and does not declare (`claims.tested`)."""
+        from pytest_adapt.claims import tested
+
+        return tested(self._host, self._deployment)
 
     def restart(self) -> None:
         """Close the deployment and open it again (a server is stopped and started)."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pytest_adapt.golden.record import Record
 from pytest_adapt.verdict.budget import RMS_FACTOR, ulp
 
-__all__ = ["BUCKETS", "ArrayDiff", "RecordDiff", "compare", "invisible"]
+__all__ = ["BUCKETS", "CLASSES", "ArrayDiff", "RecordDiff", "classify", "compare", "environment_changes", "invisible"]
 
 BUCKETS: tuple[float, ...] = (0.0, 1e-6, 1e-4, 1e-3, 1e-2)
 """Upper bounds of |difference|: equal, below each, and the rest."""
+CLASSES: tuple[str, ...] = ("noise", "environment", "behaviour")
+"""What a change can be, the harmless one first."""
 # Smaller than a hundredth of the smallest yardstick: no verdict can depend on it.
 _INVISIBLE = 0.01
 _TENTH = (RMS_FACTOR - 1.0) / 10.0
@@ -112,6 +114,47 @@ def invisible(old: Record, new: Record) -> bool:
         elif array.largest > _INVISIBLE * least * max(1.0, abs(array.old)):
             return False
     return True
+
+
+def classify(
+    old: Record, new: Record, before: Mapping[str, str] | None = None, after: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """(class, why) of a change from one record to another; ``before`` and ``after`` are the environments of both.
+
+    noise: no verdict can tell them apart. environment: what made them differs (a library, an instruction set), and so
+    do they, by no more than healthy implementations of the finest recorded precision differ. behaviour: everything
+    else, which is another answer, or a change that nothing in the environment explains.
+    """
+    difference = compare(old, new)
+    # Who gave the values is no value; a new precision is.
+    structure = [line for line in difference.structure if not line.startswith("source: ")]
+    if structure:
+        return "behaviour", structure[0]
+    if invisible(replace(old, source=""), replace(new, source="")):
+        return "noise", "no verdict can tell them apart"
+    least = min((_pooled(errors.rms) for errors in old.errors.values()), default=0.0)
+    largest, worst = 0.0, ""
+    for array in difference.arrays:
+        if array.name.startswith("errors."):
+            _, precision, name = array.name.split(".")
+            one, two = (_pooled(getattr(record.errors[precision], name)) for record in (old, new))
+            share = abs(two - one) / (one * (RMS_FACTOR - 1.0)) if one else float("inf")
+        else:
+            share = array.largest / (RMS_FACTOR * least * max(1.0, abs(array.old))) if least else float("inf")
+        if share > largest:
+            largest, worst = share, str(array)
+    changed = environment_changes(before or {}, after or {})
+    if largest > 1.0:
+        return "behaviour", worst
+    if not changed:
+        return "behaviour", f"{worst}; nothing in the environment explains it"
+    return "environment", f"{', '.join(changed)}; {worst}"
+
+
+def environment_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """``name: old -> new`` of all that two inventories say differently; what only one of them says is left out."""
+    both = sorted(before.keys() & after.keys())
+    return [f"{name}: {before[name]} -> {after[name]}" for name in both if str(before[name]) != str(after[name])]
 
 
 def _pooled(errors: np.ndarray) -> float:

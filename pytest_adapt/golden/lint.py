@@ -1,30 +1,49 @@
-"""The static check of a store: index against disk against digests against what the catalogue expects. Runs no test."""
+"""The static check of a store: index against disk against digests against what the catalogue expects, and what records
+themselves give away (placeholders, copies, size, provenance, witness). Runs no test.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pytest_adapt.golden.record import Record, RecordError, RecordKey
+import numpy as np
+
+from pytest_adapt.golden.record import OBSERVED, Record, RecordError, RecordKey
 from pytest_adapt.golden.store import INDEX, Store
 
-__all__ = ["Finding", "drift", "orphans", "verify"]
+__all__ = ["LARGEST", "Finding", "catalogue_keys", "drift", "inspect", "orphans", "served_lengths", "verify"]
+
+LARGEST = 150_000
+"""Bytes of a record for each prompt that it serves."""
+_PROVENANCE = ("reason", "made_at", "generator", "environment")
+# Names under which this project's own code could confirm itself.
+_OURS = ("pytest-adapt", "pytest_adapt", "adapt-engine", "adapt_engine", "builtin", "oracle", "target")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. ``kind``: missing, stale, damaged, orphan or unwitnessed."""
+    """One thing that is wrong. ``kind``: missing, stale, damaged, orphan, unwitnessed, placeholder, copy, large,
+    unprovenanced or changed (a recomputation gave other numbers)."""
 
     kind: str
     record_id: str
     message: str
 
 
-def verify(store: Store, expected: Mapping[str, RecordKey], partial: bool = False) -> list[Finding]:
+def verify(
+    store: Store,
+    expected: Mapping[str, RecordKey],
+    partial: bool = False,
+    served: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[Finding]:
     """Everything wrong with a store.
 
     ``expected`` are the records that the catalogue asks for, by id; with ``partial`` it is only a part of them (a
-    model whose weights are not installed), and nothing is called an orphan. Raises StoreError for an unreadable index.
+    model whose weights are not installed), and nothing is called an orphan. ``served`` are the lengths of the prompts
+    that a record serves (one, unless said). Raises StoreError for an unreadable index.
     """
     found: list[Finding] = []
     for record_id, key in sorted(expected.items()):
@@ -36,11 +55,68 @@ def verify(store: Store, expected: Mapping[str, RecordKey], partial: bool = Fals
         if not partial:
             reason = f"{record_id} is of no model and prompt of the catalogue; python -m pytest_adapt goldens prune"
             found.append(Finding("orphan", record_id, reason))
+    return [*found, *inspect(store, served or {})]
+
+
+def inspect(store: Store, served: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+    """What records and their entries give away by themselves; those that cannot be read are left to `verify`."""
+    found: list[Finding] = []
+    by_content: dict[str, str] = {}
     for record_id, entry in sorted(store.entries.items()):
-        if entry.get("kind") == "reference" and not (entry.get("provenance") or {}).get("witness"):
-            reason = f"{record_id} has no second witness; make it again with transformers installed"
-            found.append(Finding("unwitnessed", record_id, reason))
+        found += _origin(record_id, entry)
+        path = store.path(record_id)
+        try:
+            record = Record.load(path)
+        except RecordError:
+            continue
+        size, prompts = path.stat().st_size, len(served.get(record_id, (0,)))
+        if size > LARGEST * prompts:
+            reason = (
+                f"{record_id} has {size} bytes for {prompts} prompts, beyond {LARGEST} each; record fewer positions"
+            )
+            found.append(Finding("large", record_id, reason))
+        if why := _placeholder(record):
+            found.append(Finding("placeholder", record_id, f"{record_id}: {why}; make it again from a real run"))
+        twin = by_content.setdefault(_values_digest(record), record_id)
+        if twin != record_id:
+            reason = (
+                f"{record_id} says the same as {twin}, which is about something else; one is a copy: make both again"
+            )
+            found.append(Finding("copy", record_id, reason))
     return found
+
+
+def catalogue_keys(store: Store) -> dict[str, RecordKey]:
+    """The records that the catalogue asks for, known without any checkpoint: only weights and tokens go unchecked (they
+    are taken from the stored record; `goldens verify` computes them)."""
+    from pytest_adapt.models import catalogue, spec_hash
+    from pytest_adapt.models.prompts import record_names
+
+    entries = {name: entry for name, entry in catalogue().items() if entry.kind != "needle"}
+    keys = [RecordKey(name, prompt, "", "", "") for name in entries for prompt in record_names(entries[name])]
+    found = {key.id: replace(key, spec_hash=spec_hash(entries[key.model])) for key in keys}
+    for path in store.files().values():
+        try:
+            key = Record.load(path).key
+        except RecordError:
+            continue
+        # What a target answered is kept under a class of its own, and for every prompt that it was sent.
+        observed = key.math_class.startswith(OBSERVED) and key.model in entries
+        if key.id in found or (observed and key.prompt.partition("-")[0] in entries[key.model].prompts):
+            found[key.id] = replace(key, spec_hash=spec_hash(entries[key.model]))
+    return found
+
+
+def served_lengths() -> dict[str, tuple[int, ...]]:
+    """Record id -> lengths of the prompts that it serves, of every record of the catalogue."""
+    from pytest_adapt.models import catalogue
+    from pytest_adapt.models.prompts import record_names
+
+    return {
+        RecordKey(name, prompt, "", "", "").id: lengths
+        for name, entry in catalogue().items()
+        for prompt, lengths in record_names(entry).items()
+    }
 
 
 def drift(store: Store, environment: Mapping[str, str]) -> list[str]:
@@ -58,6 +134,56 @@ def drift(store: Store, environment: Mapping[str, str]) -> list[str]:
 def orphans(store: Store, expected: Iterable[str]) -> list[str]:
     """Ids of records, indexed or on disk, that nobody expects."""
     return sorted((store.entries.keys() | store.files().keys()) - set(expected))
+
+
+def _origin(record_id: str, entry: Mapping[str, Any]) -> list[Finding]:
+    """What is missing of who made a record, and of who confirmed it."""
+    told = entry.get("provenance") or {}
+    found = []
+    if absent := [name for name in _PROVENANCE if not told.get(name)]:
+        reason = f"{record_id} does not say its {' and '.join(absent)}; make it again with goldens make or accept"
+        found.append(Finding("unprovenanced", record_id, reason))
+    if entry.get("kind") != "reference":
+        return found
+    witness = told.get("witness") or {}
+    name, use = str(witness.get("name", "")), witness.get("use_of_budget", 0.0)
+    if not name:
+        reason = f"{record_id} has no second witness; make it again with transformers installed"
+        found.append(Finding("unwitnessed", record_id, reason))
+    elif name.lower().startswith(_OURS):
+        reason = f"{record_id}: its witness {name} is this project's own code, and not independent; use another engine"
+        found.append(Finding("unwitnessed", record_id, reason))
+    elif not use <= 1.0:
+        reason = f"{record_id}: its witness {name} was {use} of the budget away, which confirms nothing; make it again"
+        found.append(Finding("unwitnessed", record_id, reason))
+    return found
+
+
+def _placeholder(record: Record) -> str:
+    """What marks a record that no model gave; empty for one that may be real."""
+    values = {"lse": record.lse, "topk_logprobs": record.topk_logprobs}
+    if np.isfinite(record.norm).all():
+        values |= {"norm": record.norm, "projections": record.projections}
+    for name, value in values.items():
+        if not np.isfinite(value).all():
+            return f"{name} holds NaN or infinity"
+        # A target that shows log-probabilities has a log-sum-exp of 0 by definition.
+        if value.size > 1 and np.ptp(value) == 0 and not (name == "lse" and record.source.startswith("target")):
+            return f"{name} is {float(value.flat[0]):g} everywhere"
+    if record.topk_ids.shape[1] > 1 and (np.ptp(record.topk_logprobs, axis=1) == 0).any():
+        return "a row gives all its tokens one probability"
+    for precision, errors in record.errors.items():
+        if not errors.rms.any():
+            return f"its yardstick in {precision} is 0 everywhere"
+    return ""
+
+
+def _values_digest(record: Record) -> str:
+    """sha256 of what a record says, whatever it says it about."""
+    digest = hashlib.sha256()
+    for value in (record.lse, record.topk_ids, record.topk_logprobs, record.projections):
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
 
 
 def _unexpected(store: Store, record_id: str) -> list[Finding]:

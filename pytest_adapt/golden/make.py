@@ -73,24 +73,30 @@ class Witness:
     """transformers in float32, asked about the prompts of one model after the other."""
 
     def __init__(self) -> None:
+        """Raises TargetError where transformers is not installed."""
         from pytest_adapt.target.registry import builtin_registry
 
         self._target: Any = builtin_registry().resolve("hf:").create()
         self._open: tuple[Path, Any] | None = None
 
-    def confirm(self, task: Task, record: Record) -> dict[str, Any]:
-        """Who confirmed the record, and how far apart they are. Raises StoreError when they disagree."""
+    def confirm(self, directory: Path, record: Record) -> dict[str, Any]:
+        """Who confirmed the record of the checkpoint in ``directory``, and how far apart they are.
+
+        Raises StoreError when they disagree, and TargetError where the witness cannot run.
+        """
         from pytest_adapt.target.protocol import Request
         from pytest_adapt.verdict.judge import Judge
 
-        info = self._opened(task.live.directory)
-        request = Request("witness", task.tokens, want=frozenset({"logits"}))
+        info = self._opened(directory)
+        tokens = tuple(int(token) for token in record.tokens)
+        request = Request("witness", tokens, want=frozenset({"logits"}))
         (response,) = self._target.run([request])
         judge = Judge("fp32")
-        judge.prompt_tokens(task.key.prompt, response, task.tokens)
-        judge.against_record(task.key.prompt, response, record)
+        judge.prompt_tokens(record.key.prompt, response, tokens)
+        judge.against_record(record.key.prompt, response, record)
         if judge.failures():
-            raise StoreError(f"{task.key.id}: the witness {info.name} {info.version} disagrees: {judge.message()}")
+            first = judge.message().partition("\n")[0]
+            raise StoreError(f"{record.key.id}: the witness {info.name} {info.version} disagrees: {first}")
         found = {one.metric: one for one in judge.measurements}
         return {
             "name": info.name,

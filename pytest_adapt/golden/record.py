@@ -22,6 +22,7 @@ from pytest_adapt.golden.sketch import log_softmax, positions_of, project, top_i
 from pytest_adapt.verdict.discrete import certified_positions, row_error
 
 __all__ = [
+    "OBSERVED",
     "SCHEMA",
     "EmulationErrors",
     "Record",
@@ -33,6 +34,9 @@ __all__ = [
     "tokens_digest",
 ]
 
+OBSERVED = "seen-"
+"""Beginning of the mathematical class of what a target answered at a precision (``seen-bf16``): beside the reference's
+record of the same prompt, never in its place."""
 SCHEMA = 1
 """Raised when the meaning of a stored array changes; records of another schema are stale."""
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]*")

@@ -248,7 +248,7 @@ class GoldenReference:
         status = best.status if best is not None else "missing"
         if best is not None and best.record is not None and status == "ok" and self.mode != "update":
             return best.record
-        if status == "missing" and not self.required and self.mode == "check":
+        if status == "missing" and not self.required and self.mode in ("check", "observe"):
             return self.live.record(prompt, tokens)
         if self.mode == "update" or (self.mode == "new" and status == "missing"):
             return self._proposed(key, tokens, best.record if best is not None else None)

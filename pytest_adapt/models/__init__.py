@@ -11,6 +11,9 @@ from pathlib import Path
 
 from pytest_adapt.models.entries import ModelEntry, ModelError, catalogue, directory_name, spec_hash
 
+# Imported here, before `prompts` is defined: a module that is imported later would take the function's name.
+from pytest_adapt.models.prompts import prompts_of
+
 __all__ = [
     "ModelEntry",
     "ModelError",
@@ -42,6 +45,4 @@ def prompts(entry: ModelEntry, directory: Path | str) -> Mapping[str, tuple[int,
 
     ``directory`` is the materialised checkpoint (its vocabulary bounds the ids).
     """
-    from pytest_adapt.models.prompts import prompts_of
-
     return prompts_of(entry, Path(directory))

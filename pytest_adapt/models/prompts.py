@@ -12,7 +12,7 @@ from typing import Any
 from pytest_adapt.models.entries import ModelEntry, ModelError
 from pytest_adapt.models.tokenizer import plain_ids
 
-__all__ = ["LONGEST", "ordinary", "prompts_of", "random_tokens", "shipped"]
+__all__ = ["LONGEST", "ordinary", "prompts_of", "random_tokens", "record_names", "shipped"]
 
 LONGEST = 4096
 _RANDOM_LENGTHS = (1, 37, 150, 301)  # one token, and lengths that end inside a page of 16
@@ -57,6 +57,30 @@ def shipped(entry: ModelEntry) -> Mapping[str, tuple[int, ...]]:
     return {key: tuple(value) for key, value in raw["prompts"].items()}
 
 
+def record_names(entry: ModelEntry) -> dict[str, tuple[int, ...]]:
+    """Prompt with a golden record of its own -> lengths of the prompts that it serves; no checkpoint is needed.
+
+    A prompt that is the beginning of another one (those around boundaries are of one sequence) has no record.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name in entry.prompts:
+        if name == "random":
+            found |= {f"{name}-{length}": (length,) for length in _RANDOM_LENGTHS}
+        elif name == "boundary" and (lengths := _boundary_lengths(entry)):
+            found[f"{name}-{lengths[-1]}"] = tuple(lengths)
+        else:
+            mine = {key: ids for key, ids in shipped(entry).items() if key.startswith(f"{name}-")}
+            for key in sorted(mine, key=lambda one: (-len(mine[one]), one)):
+                ids = mine[key]
+                longer = next((one for one in found if one in mine and mine[one][: len(ids)] == ids), key)
+                found[longer] = (*found.get(longer, ()), len(ids))
+    return found
+
+
+def _boundary_lengths(entry: ModelEntry) -> list[int]:
+    return sorted({n for b in entry.contexts for n in (b - 1, b, b + 1) if 0 < n <= LONGEST})
+
+
 def _shipped_set(entry: ModelEntry, directory: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((key, value) for key, value in shipped(entry).items() if key.startswith(f"{name}-"))
 
@@ -72,7 +96,7 @@ def _boundary(entry: ModelEntry, directory: Path, name: str) -> Iterator[tuple[s
     The sequence is the shipped ``long`` one (searched like the prompts, so that routing stays certain) as far as
     it goes, then random.
     """
-    lengths = sorted({n for b in entry.contexts for n in (b - 1, b, b + 1) if 0 < n <= LONGEST})
+    lengths = _boundary_lengths(entry)
     if not lengths:
         return
     start = shipped(entry).get("long", ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +19,12 @@ from pytest_adapt.verdict.result import CaseResult, Status
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
     from pytest_adapt.verdict.ladder import Ladder
+    from pytest_adapt.verdict.waiver import Use
 
-__all__ = ["Collector"]
+__all__ = ["SHARED_QUOTAS", "Collector"]
+
+SHARED_QUOTAS = "adapt_waivers"
+"""Key of an xdist worker's input: the folder in which the workers of one run count the use of waivers together."""
 
 _FATAL = 4
 
@@ -33,13 +40,22 @@ class Collector:
         self.usage: dict[str, float] = {}
         self.peak_bytes = 0
         self.written = ""
+        self.waived: list[Use] = []
+        """What each waiver came to; empty while the run goes on."""
+        self._quotas: tempfile.TemporaryDirectory[str] | None = None
         self.exercised: set[tuple[str, str]] = set()
         """(model, layout) on which what the fault of this run replaced was called."""
         self._started = time.monotonic()
+        self._pending = {note.name: note.stat().st_mtime_ns for note in self._pending_folder.glob("*.json")}
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
+
+    @property
+    def useless_waivers(self) -> bool:
+        """Whether a waiver fails the run: it has expired, or no case needed it."""
+        return any(one.state in ("expired", "unused") for one in self.waived)
 
     @property
     def ladder(self) -> Ladder:
@@ -103,6 +119,18 @@ class Collector:
             )
 
     @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        if self.runner.waivers is None:
+            return
+        if self._quotas is None:
+            self._quotas = tempfile.TemporaryDirectory(prefix="adapt-waivers-")
+        node.workerinput[SHARED_QUOTAS] = self._quotas.name
+
+    def pytest_unconfigure(self) -> None:
+        if self._quotas is not None:
+            self._quotas.cleanup()
+
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         sent = getattr(node, "workeroutput", {}).get("adapt", {})
         self.fatal = self.fatal or sent.get("fatal", "")
@@ -123,10 +151,13 @@ class Collector:
             and (not any(case.status == "pass" for case in self.cases) or not self.fault_report()[0])
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._judge_waivers(session)
         if self.cases:
             from pytest_adapt.report.json import write_report
 
             self.written = write_report(self, int(session.exitstatus))
+            self._keep_headroom()
+            self._distrust_pending(session)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -163,6 +194,47 @@ class Collector:
     def _finished(self, case: CaseResult) -> None:
         self.cases.append(case)
         self.runner.config.hook.pytest_adapt_case_finished(case=case)
+
+    def _keep_headroom(self) -> None:
+        """What each cell used of its budget, for `python -m pytest_adapt headroom`; a planted fault is no history."""
+        from pytest_adapt.audit.headroom import FILE, append, uses_of
+
+        settings, config = self.runner.settings, self.runner.config
+        if settings.inject:
+            return
+        try:
+            append(config.rootpath / FILE, settings.target, uses_of(self.cases))
+        except OSError as error:
+            warning = pytest.PytestWarning(f"adapt: cannot write {FILE}: {error}")
+            config.issue_config_time_warning(warning, stacklevel=2)
+
+    @property
+    def _pending_folder(self) -> Path:
+        return self.runner.config.rootpath / ".adapt" / "pending"
+
+    def _distrust_pending(self, session: pytest.Session) -> None:
+        """What a run with errors proposes as golden records is not taken in: it may be half of the truth."""
+        broken = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self._pending_folder.is_dir() and (broken or any(case.status is Status.ERROR for case in self.cases)):
+            from pytest_adapt.golden.record import RecordError
+            from pytest_adapt.golden.review import distrust
+
+            # A note that cannot be read, or that somebody rejects meanwhile, is not accepted either.
+            with contextlib.suppress(RecordError, OSError):
+                distrust(self._pending_folder, self._pending)
+
+    def _judge_waivers(self, session: pytest.Session) -> None:
+        """An entry that has expired, or that no case needed, fails the run."""
+        from pytest_adapt.verdict.waiver import uses
+
+        waivers = self.runner.waivers
+        if waivers is None or not self.cases:
+            return
+        stopped = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or session.shouldfail
+        whole = self.runner.whole and not (stopped or session.shouldstop)
+        self.waived = uses(waivers.entries, waivers.today, self.cases, whole=whole)
+        if session.exitstatus == pytest.ExitCode.OK and self.useless_waivers:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""

@@ -89,6 +89,16 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
             for cluster in clusters(collector.cases)
         ],
         "cases": [asdict(case) for case in sorted(collector.cases, key=lambda case: case.case)],
+        "waivers": [
+            {
+                **asdict(one.waiver),
+                "expires": one.waiver.expires.isoformat(),
+                "state": one.state,
+                "waived": one.waived,
+                "passed": one.passed,
+            }
+            for one in collector.waived
+        ],
         "usage": collector.usage,
     }
 

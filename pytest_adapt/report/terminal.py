@@ -14,11 +14,13 @@ __all__ = ["counts_line", "summary_lines", "write_summary"]
 
 _MOST_CLUSTERS = 5
 _MOST_FIGURES = 4
+_MOST_PATCH = 24
 
 
 def write_summary(terminal: Any, collector: Collector) -> None:
     """Write the section ``adapt``."""
     red = bool(collector.fatal) or bool(clusters(collector.cases)) or bool(collector.fault_report()[1])
+    red = red or collector.useless_waivers
     terminal.section("adapt", red=red, green=not red, bold=True)
     for line, markup in summary_lines(collector):
         terminal.write_line(line, **markup)
@@ -50,6 +52,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     if len(found) > _MOST_CLUSTERS:
         rest = len(found) - _MOST_CLUSTERS
         lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
+    lines += _waiver_lines(collector)
     missing = _not_shown(cases, collector.runner.timing_command)
     if missing:
         lines.append((missing, {}))
@@ -113,6 +116,25 @@ def _figure_lines(cases: list[CaseResult]) -> list[str]:
         ]
     rest = len(lines) - _MOST_FIGURES
     return lines[:_MOST_FIGURES] + ([f"{rest} more loads in the report"] if rest > 0 else [])
+
+
+def _waiver_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
+    """Waivers that do not do what they say, and the patch that mends them."""
+    from pytest_adapt.verdict.waiver import FAILING, patch
+
+    told = [one for one in collector.waived if one.state in (*FAILING, "loose")]
+    lines = [(str(one), {"red": one.state in FAILING}) for one in told]
+    if not told:
+        return lines
+    runner = collector.runner
+    path = runner.config.rootpath / runner.settings.waivers
+    diff = patch(path, collector.waived, runner.settings.waivers).splitlines()
+    if not diff:
+        return [*lines, (f"{path} has another form than [[waiver]] tables; change it by hand", {})]
+    lines += [(line, {}) for line in diff[:_MOST_PATCH]]
+    if len(diff) > _MOST_PATCH:
+        lines.append((f"... {len(diff) - _MOST_PATCH} more lines of the patch", {}))
+    return lines
 
 
 def _amount(one: Figure) -> str:

@@ -113,7 +113,11 @@ class BuiltinTarget:
             name="adapt-engine",
             version=__version__,
             observables=frozenset({"taps", "logits", "score", "topk", "text"}),
-            features=dict(_FEATURES),
+            features={
+                name: offered
+                for name, offered in _FEATURES.items()
+                if name != "processes" or not self.seams.installed  # faults are put into this process
+            },
             max_context=deployment.max_context,
             vocab_size=self.engine.spec.vocab,
             sites=tuple(dict.fromkeys(re.sub(r"^layer\.\d+\.", "layer.*.", site) for site in self.engine.spec.sites())),

@@ -16,7 +16,7 @@ from pytest_adapt import sites
 from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Response, Target, TargetError
 from pytest_adapt.target.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ProbeResult", "probe", "probe_prompt"]
+__all__ = ["ProbeResult", "ask", "fault", "probe", "probe_prompt"]
 
 _PROMPT = 12
 _REPEATS = 8
@@ -45,11 +45,11 @@ def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
     tokenizer = None if info.token_prompts else load_tokenizer(Path(deployment.model))
     prompt = probe_prompt(info.vocab_size or 64, tokenizer)
     missing: dict[str, str] = {}
-    together = _ask(target, prompt, declared)
+    together = ask(target, prompt, declared)
     for name in declared:
-        why = _fault(name, together, len(prompt), deployment, info)
+        why = fault(name, together, len(prompt), deployment, info)
         if why and len(declared) > 1:
-            why = _fault(name, _ask(target, prompt, [name]), len(prompt), deployment, info)
+            why = fault(name, ask(target, prompt, [name]), len(prompt), deployment, info)
         if why:
             missing[name] = why
     if together.error is None and together.prompt_tokens != len(prompt):
@@ -86,7 +86,8 @@ def probe_prompt(vocab: int, tokenizer: Tokenizer | None = None) -> tuple[int, .
     raise TargetError("the checkpoint's tokenizer gives a text other ids each time that it is read back")
 
 
-def _ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
+def ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
+    """The answer to one short request for some observables. Raises TargetError where there is not one answer."""
     request = Request(
         "adapt-probe", prompt, max_new_tokens=_NEW, want=frozenset(want) or frozenset({"text"}), topk=_TOPK
     )
@@ -96,7 +97,7 @@ def _ask(target: Target, prompt: tuple[int, ...], want: list[str]) -> Response:
     return answers[0]
 
 
-def _fault(name: str, answer: Response, length: int, deployment: Deployment, info: Info) -> str:
+def fault(name: str, answer: Response, length: int, deployment: Deployment, info: Info) -> str:
     """Why ``answer`` does not show the observable; empty where it does."""
     if answer.error is not None:
         return f"the probe was refused: {answer.error}"

@@ -23,7 +23,7 @@ from pytest_adapt.verdict.result import Divergence, Measurement
 if TYPE_CHECKING:
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["SiteReport", "compare_sites", "error_scale", "with_ranks"]
+__all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "widening", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -63,7 +63,7 @@ def compare_sites(
 
     ``expected`` are patterns of sites that must have been shown wherever the model has them. ``rounds`` is
     ``fused`` for a target whose shown values are rounded copies of what it goes on with: then the input of an
-    operation is off by one rounding too (`_widening`). ``router`` is `Info.router`.
+    operation is off by one rounding too (`widening`). ``router`` is `Info.router`.
     """
     from pytest_adapt.oracle import Rounding
     from pytest_adapt.oracle.rounding import FORMATS
@@ -94,10 +94,10 @@ def compare_sites(
             # Router logits held as eager code holds them: rounding them adds to what the emulation errs already.
             other = np.asarray(FORMATS[form](other.astype(np.float32)), np.float64)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
-        view = _SiteView(
+        view = SiteView(
             prompt, name, np.asarray(value, np.float64), own, other, form, ids, length, exact.terms.get(name)
         )
-        for measurement, divergence in view.judge(_widening(name, precision, rounds)):
+        for measurement, divergence in view.judge(widening(name, precision, rounds)):
             if divergence is not None:
                 report.fail(measurement, divergence)
             if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
@@ -109,7 +109,7 @@ def compare_sites(
 
 
 @dataclass
-class _SiteView:
+class SiteView:
     """One site of one prompt: the target's value, the oracle's, and the emulation's."""
 
     prompt: str
@@ -217,7 +217,7 @@ def error_scale(own: np.ndarray, terms: np.ndarray | None) -> np.ndarray:
     return found
 
 
-def _widening(name: str, precision: str, rounds: str) -> float:
+def widening(name: str, precision: str, rounds: str) -> float:
     """By how much a yardstick grows for roundings that the eager emulation does not make.
 
     A fused target's operation has an input that is off by one rounding more, where it shows a rounded copy of what it

@@ -146,6 +146,8 @@ class CaseResult:
     observable: str = ""
     reason: str = ""
     """Why it was not a plain pass; one line."""
+    waiver: int = 0
+    """Place in the waiver file of the entry that let it through, from 1; 0 where none did."""
     measurements: list[Measurement] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     divergence: Divergence | None = None

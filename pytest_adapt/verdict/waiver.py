@@ -8,22 +8,33 @@ A waiver file is TOML in the user's repository (ini ``adapt_waivers``)::
     link = "https://example.org/issues/12"
     expires = 2027-01-31
     quota = 4
+
+An entry that has expired, and one that no case needed, fail the run: a list of known failures is worth something only
+while each of them is one.
 """
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import fnmatch
+import os
 import re
 import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-__all__ = ["Waiver", "Waivers", "read_waivers"]
+from pytest_adapt.verdict.result import CaseResult, Status
+
+__all__ = ["FAILING", "Use", "Waiver", "Waivers", "parse_waivers", "patch", "read_waivers", "uses"]
 
 _KEYS = {"cases": str, "owner": str, "link": str, "expires": datetime.date, "quota": int}
+FAILING = ("expired", "unused")
+"""States of an entry that fail a run."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,12 @@ class Waiver:
     link: str
     expires: datetime.date
     quota: int
+    number: int = 1
+    """Place in the file, from 1."""
+
+    def covers(self, case: str) -> bool:
+        """Whether its pattern matches a case id."""
+        return fnmatch.fnmatchcase(case, re.sub(r"\[", "[[]", self.cases))
 
     def __str__(self) -> str:
         return f"owner {self.owner}, {self.link}, until {self.expires.isoformat()}"
@@ -42,43 +59,170 @@ class Waiver:
 
 @dataclass
 class Waivers:
-    """The entries of a file, and how often each was used in this process."""
+    """The entries of a file, and how often each was used in this run."""
 
     entries: tuple[Waiver, ...]
     today: datetime.date
+    shared: Path | None = None
+    """Folder in which the processes of one run count together; None where there is only this one."""
     used: dict[Waiver, int] = field(default_factory=dict)
 
     def find(self, case: str) -> Waiver | None:
         """The waiver that covers a red case. An expired one covers nothing, nor does one whose quota is spent."""
         for waiver in self.entries:
-            pattern = re.sub(r"\[", "[[]", waiver.cases)
-            if (
-                waiver.expires >= self.today
-                and fnmatch.fnmatchcase(case, pattern)
-                and self.used.get(waiver, 0) < waiver.quota
-            ):
-                self.used[waiver] = self.used.get(waiver, 0) + 1
+            if waiver.expires >= self.today and waiver.covers(case) and self._take(waiver):
                 return waiver
         return None
 
+    def _take(self, waiver: Waiver) -> bool:
+        """Use the quota once; False where it is spent."""
+        if self.shared is None:
+            if self.used.get(waiver, 0) >= waiver.quota:
+                return False
+            self.used[waiver] = self.used.get(waiver, 0) + 1
+            return True
+        for place in range(waiver.quota):
+            try:  # a file is made by exactly one process
+                os.close(os.open(self.shared / f"{waiver.number}.{place}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            return True
+        return False
 
-def read_waivers(path: Path) -> Waivers:
-    """Read a waiver file. Raises pytest.UsageError naming the file, the entry and the key."""
+
+@dataclass(frozen=True)
+class Use:
+    """What one entry came to in a run.
+
+    ``state``: expired; unused (its cases were judged and none needed it); loose (fewer needed it than its quota);
+    used; or absent (none of its cases was in the run).
+    """
+
+    waiver: Waiver
+    state: str
+    waived: int
+    passed: int
+    """Cases that it covers and that passed."""
+
+    def __str__(self) -> str:
+        waiver = self.waiver
+        said = {
+            "expired": f"expired on {waiver.expires.isoformat()} and covers nothing; renew or remove it",
+            "unused": f"unused: {self.passed} of its cases passed, none needed it; remove it",
+            "loose": f"wider than needed: {self.waived} cases of a quota of {waiver.quota}, {self.passed} passed",
+            "used": f"used by {self.waived} cases of a quota of {waiver.quota}",
+            "absent": "none of its cases was in this run",
+        }[self.state]
+        return f"waiver {waiver.number} ({waiver.cases}; owner {waiver.owner}, {waiver.link}): {said}"
+
+
+def uses(entries: Iterable[Waiver], today: datetime.date, cases: Sequence[CaseResult], *, whole: bool) -> list[Use]:
+    """What each entry came to. ``whole`` says that the run left nothing out that its settings hold.
+
+    In a narrowed run an entry counts as unused only where as many of its cases passed as its quota lets through: the
+    case that needs it may be one that was left out.
+    """
+    found = []
+    for waiver in entries:
+        mine = [case for case in cases if waiver.covers(case.case)]
+        waived = sum(case.waiver == waiver.number for case in mine)
+        passed = sum(case.status is Status.PASS for case in mine)
+        decided = all(case.status in (Status.PASS, Status.WAIVED) for case in mine)
+        if waiver.expires < today:
+            state = "expired"
+        elif not mine:
+            state = "absent"
+        elif not waived and decided and (whole or passed >= waiver.quota):
+            state = "unused"
+        elif waived and waived < waiver.quota and passed and decided and whole:
+            state = "loose"
+        else:
+            state = "used"
+        found.append(Use(waiver, state, waived, passed))
+    return found
+
+
+def patch(path: Path, found: Iterable[Use], shown: str = "") -> str:
+    """A unified diff of the waiver file that removes entries nobody needs and shrinks quotas; "" where nothing changes.
+
+    ``shown`` is the file's name in the diff. "" too where the file is not written as [[waiver]] tables line by line.
+    """
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    starts = [index for index, line in enumerate(lines) if re.match(r"\s*\[\[\s*waiver\s*\]\]", line)]
+    by_number = {one.waiver.number: one for one in found}
+    expected = []
+    changed = list(lines)
+    for number, start in enumerate(starts, start=1):
+        one = by_number.get(number)
+        end = starts[number] if number < len(starts) else len(lines)
+        if one is None or one.state in ("used", "absent"):
+            if one is not None:
+                expected.append(one.waiver.quota)
+            continue
+        if one.state == "loose":
+            expected.append(one.waived)
+            for index in range(start, end):
+                changed[index] = re.sub(r"^(\s*quota\s*=\s*)[\d_]+", rf"\g<1>{one.waived}", lines[index])
+            continue
+        # Comments directly above an entry speak of it; those above the next one stay.
+        while start and lines[start - 1].lstrip().startswith("#"):
+            start -= 1
+        while number < len(starts) and end > start and lines[end - 1].lstrip().startswith("#"):
+            end -= 1
+        changed[start:end] = [""] * (end - start)
+    after = "".join(changed)
+    try:
+        left = [int(entry["quota"]) for entry in tomllib.loads(after).get("waiver", [])]
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError):
+        return ""
+    if left != expected or len(starts) != len(by_number):
+        return ""
+    name = shown or path.name
+    return "".join(difflib.unified_diff(lines, after.splitlines(keepends=True), f"a/{name}", f"b/{name}"))
+
+
+def parse_waivers(path: Path) -> tuple[list[Waiver], list[str]]:
+    """(entries, what is wrong with the file, one line each)."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise pytest.UsageError(f"adapt_waivers: {path}: {error}") from None
-    entries = []
+        return [], [f"{path}: {error}"]
     listed = raw.get("waiver", [])
     if set(raw) - {"waiver"} or not isinstance(listed, list):
-        raise pytest.UsageError(f"adapt_waivers: {path}: expected [[waiver]] tables only")
+        return [], [f"{path}: expected [[waiver]] tables only"]
+    entries: list[Waiver] = []
+    problems: list[str] = []
     for number, entry in enumerate(listed, start=1):
-        for key, kind in _KEYS.items():
-            if not isinstance(entry.get(key), kind) or isinstance(entry.get(key), datetime.datetime):
-                raise pytest.UsageError(f"adapt_waivers: {path}: waiver {number}: {key} must be a {kind.__name__}")
-        if unknown := sorted(set(entry) - set(_KEYS)):
-            raise pytest.UsageError(
-                f"adapt_waivers: {path}: waiver {number}: unknown key {unknown[0]}; keys: {', '.join(_KEYS)}"
-            )
-        entries.append(Waiver(**entry))
-    return Waivers(tuple(entries), datetime.date.today())
+        wrong = [f"{path}: waiver {number}: {problem}" for problem in _problems(entry)]
+        problems += wrong
+        if not wrong:
+            entries.append(Waiver(**entry, number=number))
+    return entries, problems
+
+
+def read_waivers(path: Path, shared: Path | None = None) -> Waivers:
+    """Read a waiver file. Raises pytest.UsageError naming the file, the entry and the key."""
+    entries, problems = parse_waivers(path)
+    if problems:
+        raise pytest.UsageError(f"adapt_waivers: {problems[0]}")
+    return Waivers(tuple(entries), datetime.date.today(), shared)
+
+
+def _problems(entry: Any) -> list[str]:
+    """What is wrong with one entry."""
+    if not isinstance(entry, dict):
+        return ["must be a table"]
+    found = []
+    for key, kind in _KEYS.items():
+        value: Any = entry.get(key)
+        # datetime is a date and bool an int, to Python alone.
+        if not isinstance(value, kind) or isinstance(value, datetime.datetime | bool):
+            found.append(f"{key} must be a {kind.__name__}")
+        elif value == "":
+            found.append(f"{key} is empty; say {'which cases' if key == 'cases' else 'who or where'}")
+        elif isinstance(value, int) and value < 1:
+            found.append(f"quota {value} lets nothing through; write 1 or more")
+    if unknown := sorted(set(entry) - set(_KEYS)):
+        found.append(f"unknown key {unknown[0]}; keys: {', '.join(_KEYS)}")
+    return found

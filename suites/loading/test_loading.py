@@ -65,3 +65,11 @@ def test_abnormal_input_is_refused_and_the_target_stays_healthy(target, model, j
         response = target.generate(prompt, 1)
         judge.promise("refused", response.error is not None, f"{what} was accepted")
     judge.identical("a normal request after abnormal ones", target.generate(tokens, 4, want=("text",)), before)
+
+
+@pytest.mark.requirement(60, 63)
+@pytest.mark.adapt(rung="loads", needs=("text",), profile="day0", models=("qwen3-moe-odd", "qwen3-moe-aligned"))
+def test_the_target_shows_what_it_declares_and_declares_what_it_shows(target, model, precision, judge):
+    """A claim that is not kept makes verdicts worthless; one that is not made hides what could be judged."""
+    problems = target.claims().problems
+    judge.promise("claims", not problems, "; ".join(problems))

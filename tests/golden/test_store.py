@@ -22,7 +22,14 @@ from pytest_adapt.golden.review import ReviewError, accept, list_pending, propos
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
 from pytest_adapt.models import catalogue
 
-WHY = {"reason": "test", "dirty": False, "witness": {"name": "somebody"}}
+WHY = {
+    "reason": "test",
+    "dirty": False,
+    "made_at": "2026-01-01",
+    "generator": "by hand",
+    "environment": {"numpy": "9.9"},
+    "witness": {"name": "somebody"},
+}
 
 
 @pytest.fixture
@@ -134,7 +141,7 @@ def test_static_check(store: Store, record: Record, make: Any, tokens: Any) -> N
 
 def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
     store.remove(record.key.id)
-    store.write(record, {"reason": "alone"})
+    store.write(record, {**WHY, "witness": {}})
     assert [one.kind for one in verify(store, {record.key.id: record.key})] == ["unwitnessed"]
 
 
@@ -356,7 +363,7 @@ def test_commands(
     assert main([*base, "accept", "nobody.*", "--reason", "x"]) == 1
     assert "nothing pending" in capsys.readouterr().err
     assert snapshot(store.directory) == before
-    assert main([*base, "accept", record.key.id, "--reason", "x", "--allow-dirty"]) == 0
+    assert main([*base, "accept", record.key.id, "--reason", "x", "--allow-dirty", "--allow-unwitnessed"]) == 0
     assert f"{record.key.id}: changed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*base, "accept", "--all"])  # no reason

@@ -240,7 +240,8 @@ def test_a_profile_may_cap_prompts_and_a_short_limit_cuts_one(folder: Folder, wr
             assert cut == model.prompts()["text-a"][:24]
         """,
         conftest="""
-        import pytest, pytest_adapt.models.prompts as prompts
+        import sys, pytest, pytest_adapt.models
+        prompts = sys.modules["pytest_adapt.models.prompts"]  # the package has a function of this name
         @pytest.fixture(autouse=True)
         def texts(monkeypatch):
             texts = {"text-a": tuple(range(40)), "text-b": tuple(range(50)), "text-c": tuple(range(60))}

@@ -65,7 +65,7 @@ def test_command_line_then_environment_then_ini_then_default(
         (["--adapt-observables=tap"], "--adapt-observables: 'tap' is not allowed (did you mean taps?)"),
         (["--adapt-require=all"], "allowed: endpoint, engine, release"),
         (["--adapt-mode=exact"], "allowed: fast, strict"),
-        (["--adapt-goldens=write"], "allowed: check, new, update, off"),
+        (["--adapt-goldens=write"], "allowed: check, new, update, observe, off"),
         (["--adapt-goldens=update"], "--adapt-goldens=update needs --adapt-reason"),
         (["--adapt-goldens=update", "--adapt-reason=why"], "--adapt-goldens=update needs a selection"),
         (["--adapt-inject=RT01"], "--adapt-inject=RT01 needs --adapt-target=builtin"),

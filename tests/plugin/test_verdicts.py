@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_adapt.audit.headroom import read
+
 if TYPE_CHECKING:
     from conftest import Folder
 
@@ -30,6 +32,9 @@ def test_a_right_target_passes(folder: Folder, write: Write) -> None:
     assert case["status"] == "pass"
     assert case["observable"] == "logits"
     assert sum(one["compared"] for one in case["measurements"]) > 1000
+    (run,) = read(folder.path / ".adapt" / "headroom.jsonl")
+    cell = "test_mine.py::test_predictions | qwen3-moe-odd | single | fp32 | logprob.rms"
+    assert run["target"] == "py:targets:Oracle" and 0 < run["cells"][cell] < 1
 
 
 def test_a_wrong_target_is_caught(folder: Folder, write: Write) -> None:
@@ -131,12 +136,55 @@ def test_waivers(folder: Folder, write: Write) -> None:
     assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 2, "xfailed": 1, "failed": 1}
 
     known.write_text(entry.format(cases=both, expires="2020-01-01", quota=2))
-    assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 2, "failed": 2}
+    result = folder.run("Echo", "test_mine.py")
+    assert result.parseoutcomes() == {"passed": 2, "failed": 2}
+    assert "expired on 2020-01-01 and covers nothing" in result.stdout.str()
+
+    known.write_text(entry.format(cases=both.replace("_*", "_good"), expires="2020-01-01", quota=1))
+    assert folder.run("Echo", "test_mine.py", "-k", "good").ret == 1, "an expired entry fails a run of passed cases"
 
     known.write_text(entry.format(cases=both, expires='"soon"', quota=2))
     result = folder.run("Echo", "test_mine.py")
     assert result.ret == 4
     assert "waiver 1: expires must be a date" in "\n".join(result.errlines)
+
+
+ENTRY = """
+# {owner} knows
+[[waiver]]
+cases = "test_mine.py::test_{name}[qwen3-moe-odd-*]"
+owner = "{owner}"
+link = "https://example.org/1"
+expires = 2999-01-01
+quota = {quota}
+"""
+
+
+def test_a_waiver_that_nobody_needs_fails_and_the_patch_removes_it(folder: Folder, write: Write) -> None:
+    write(test_mine="def test_bad(target, precision): assert precision != 'bf16'\ndef test_good(target): pass\n")
+    folder.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
+    known = folder.path / "known.toml"
+    text = ENTRY.format(name="bad", owner="ana", quota=1) + ENTRY.format(name="good", owner="bo", quota=2)
+    known.write_text(text)
+    result = folder.run("Echo", "test_mine.py")
+    assert (result.ret, result.parseoutcomes()) == (1, {"passed": 3, "xfailed": 1})
+    said = result.stdout.str()
+    assert "waiver 2 (test_mine.py::test_good[qwen3-moe-odd-*]; owner bo, https://example.org/1): unused: 2 of" in said
+    assert "waiver 1" not in said
+    assert "--- a/known.toml" in result.outlines
+    assert "-# bo knows" in result.outlines and '-owner = "bo"' in result.outlines
+    assert " # ana knows" not in result.outlines and '-owner = "ana"' not in result.outlines
+    found = folder.report()["waivers"]
+    assert [(one["number"], one["state"], one["waived"], one["passed"]) for one in found] == [
+        (1, "used", 1, 1),
+        (2, "unused", 0, 2),
+    ]
+    assert folder.report()["exit"] == 1
+    (case,) = (one for one in folder.report()["cases"] if one["status"] == "waived")
+    assert case["waiver"] == 1
+    # A narrowed run may have left out the case that needs an entry.
+    assert folder.run("Echo", FP32, "test_mine.py", "-k", "good").ret == 0
+    assert [one["state"] for one in folder.report()["waivers"]] == ["absent", "used"]
 
 
 def test_pytests_own_marks_still_work(folder: Folder, write: Write) -> None:

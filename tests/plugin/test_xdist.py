@@ -57,6 +57,23 @@ def test_same_verdicts_and_each_deployment_once(folder: Folder, write: Write) ->
     assert folder.report()["usage"]["opens"] == 6
 
 
+@pytest.mark.parametrize(("quota", "failed"), [(1, 1), (2, 0)])
+def test_a_waivers_quota_counts_over_all_workers(folder: Folder, write: Write, quota: int, failed: int) -> None:
+    write(test_mine="def test_bad(target): assert False, 'old trouble'\ndef test_good(target): pass\n")
+    folder.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
+    (folder.path / "known.toml").write_text(
+        '[[waiver]]\ncases = "test_mine.py::test_bad*"\nowner = "ana"\nlink = "https://example.org/1"\n'
+        f"expires = 2999-01-01\nquota = {quota}\n"
+    )
+    models = ("--adapt-models=qwen3-moe-odd,llama-odd", "--adapt-precisions=fp32", "test_mine.py")
+    for spread in ((), XDIST):
+        result = folder.run_subprocess("--adapt-target=py:targets:Echo", *models, *spread)
+        expected = {"passed": 2, "xfailed": quota, **({"failed": 1} if failed else {})}
+        assert (result.ret, result.parseoutcomes()) == (failed, expected)
+        (found,) = folder.report()["waivers"]
+        assert (found["state"], found["waived"]) == ("used", quota)
+
+
 def test_timing_items_are_deferred(folder: Folder, write: Write) -> None:
     write(
         test_mine="""

@@ -178,7 +178,7 @@ def small_rows_count(world: dict[str, Any]) -> None:
     own[0] *= 1e4
     value, emulated = (own * (1.0 + 1e-6 * rng.normal(size=own.shape)) for _ in range(2))
     value[7] *= 1.001
-    results = localise._SiteView("p", "layer.0.attn.out", value, own, emulated, "fp32", None, 50).judge(1.0)
+    results = localise.SiteView("p", "layer.0.attn.out", value, own, emulated, "fp32", None, 50).judge(1.0)
     assert all(found is not None and found.position == 7 for _, found in results)
 
 

@@ -13,7 +13,7 @@ from pytest_adapt.oracle.numerics import partial_sums
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import _SiteView
+from pytest_adapt.verdict.localise import SiteView
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -414,7 +414,7 @@ def test_huge_inputs_that_cancel_may_meet_late_in_an_engines_sums(seed: int) -> 
     emulated, engine = in_lanes(x, matrix, 1), in_lanes(x, matrix, 16)
 
     def failures(value: np.ndarray, sums: np.ndarray | None) -> list[Any]:
-        judged = _SiteView("p", "layer.0.attn.q", value, own, emulated, "fp32", None, 40, sums).judge(1.0)
+        judged = SiteView("p", "layer.0.attn.q", value, own, emulated, "fp32", None, 40, sums).judge(1.0)
         return [found for _, found in judged if found is not None]
 
     assert failures(engine, None) or not near, "the order would not matter"
