@@ -102,6 +102,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("goldens_dir", "directory of your own records", "", "DIR"),
     Option("reason", "why records change; needed by --adapt-goldens=update", "", "TEXT"),
     Option("reference", "judge against another target instead of the oracle", "", "SPEC"),
+    Option("op", "repeat one case of one operator, as a failure of the suite operators prints it", "", "CASE"),
     Option("inject", "put one fault into the built-in engine", "", "ID"),
     Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
     Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
@@ -139,6 +140,7 @@ class Settings:
     goldens_dir: str = ""
     reason: str = ""
     reference: str = ""
+    op: str = ""
     inject: str = ""
     timeout: float = 600.0
     report: str = ""

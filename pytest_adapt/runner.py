@@ -82,6 +82,14 @@ def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix]:
             get(settings.inject)
         except UnknownFault as error:
             raise pytest.UsageError(f"--adapt-inject: {error}") from None
+    if settings.op:
+        from pytest_adapt.operators import CaseError, parse_case
+
+        try:
+            case = parse_case(settings.op)
+        except CaseError as error:
+            raise pytest.UsageError(f"--adapt-op: {error}") from None
+        settings = replace(settings, precisions=(case.precision,))
     return settings, spec, make_matrix(settings, spec)
 
 
@@ -153,7 +161,8 @@ class Runner:
                 continue
             mark = self._read(marker, item.nodeid)
             params = item.callspec.params if hasattr(item, "callspec") else {}
-            if self._left_out(mark) or any(params.get(axis) == "" for axis in AXES):
+            other = bool(self.settings.op) and params.get("op") != self.settings.op.partition("(")[0].strip()
+            if other or self._left_out(mark) or any(params.get(axis) == "" for axis in AXES):
                 gone.append(item)
                 continue
             cell = _cell(params, mark)

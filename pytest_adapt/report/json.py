@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_adapt.report.operators import coverage
 from pytest_adapt.verdict.ladder import climb, clusters
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
             }
             for cluster in clusters(collector.cases)
         ],
+        "operators": coverage(collector.cases),
         "cases": [asdict(case) for case in sorted(collector.cases, key=lambda case: case.case)],
         "usage": collector.usage,
     }

@@ -27,6 +27,8 @@ _INFO: Mapping[str, tuple[type, ...]] = {
     "max_context": (Integral,),
     "vocab_size": (Integral,),
     "sites": (tuple, list),
+    "ops": (Mapping,),
+    "gradients": (frozenset, set, tuple, list),
     "rounds": (str,),
     "router": (str,),
     "environment": (Mapping,),
@@ -57,6 +59,13 @@ def checked_info(who: str, info: Info) -> Info:
     for name, levels in info.features.items():
         if not isinstance(levels, Sequence) or not all(isinstance(level, Integral) for level in levels):
             raise TargetError(f"{who}: info: feature {name} is {_brief(levels)}, expected a list of settings (numbers)")
+    implementations: Any
+    for name, implementations in info.ops.items():
+        if isinstance(implementations, str) or not isinstance(implementations, Sequence) or not implementations:
+            raise TargetError(
+                f"{who}: info: op {name} is {_brief(implementations)}, expected names of implementations, "
+                "the one in use first"
+            )
     return info
 
 

@@ -1,0 +1,237 @@
+"""One case on a target: answers against float64 under a budget, memory left alone, implementations that agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pytest_adapt.operators.case import Case
+from pytest_adapt.operators.definition import EXACT, Op, Values
+from pytest_adapt.operators.draw import Arena, Draw, Operand, decode
+from pytest_adapt.oracle.rounding import Rounding
+from pytest_adapt.target.protocol import UnsupportedOp
+from pytest_adapt.verdict.budget import SITE_QUANTILE, Comparison, Rows, ulp
+from pytest_adapt.verdict.result import Measurement
+
+__all__ = ["Examined", "Run", "examine"]
+
+Run = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], Mapping[str, np.ndarray]]
+"""``run_op`` of a target: (operator, arrays, attributes) -> arrays."""
+_IMPLEMENTATION = "implementation"
+
+
+@dataclass
+class Examined:
+    """What one case came to."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    rows: list[tuple[str, Rows]] = field(default_factory=list)
+    """(metric, rows scaled to the magnitude 1), to be pooled over cases."""
+    declined: str = ""
+    """Why the target does not compute this case; "" where it does."""
+
+    @property
+    def failures(self) -> list[Measurement]:
+        return [one for one in self.measurements if not one.ok]
+
+
+def examine(op: Op, case: Case, run: Run, implementations: tuple[str, ...] = ("",)) -> Examined:
+    """Run a case on each implementation ("" is the one in use) and hold every answer against the reference, and the
+    first two against each other."""
+    found = Examined()
+    operands = op.inputs(Draw(case))
+    own = _Expected(op, case, operands)
+    answers: dict[str, Values] = {}
+    for name in implementations:
+        try:
+            got = _answer(op, case, operands, run, name, found)
+        except UnsupportedOp as reason:
+            found.declined = found.declined or str(reason)
+            continue
+        if got is not None:
+            answers[name] = got
+            found.measurements += [_named(one, case, name) for one in own.judge(got, found.rows)]
+    if len(answers) > 1 and not found.failures:
+        first, *others = answers
+        for other in others:
+            measured = own.agree(answers[first], answers[other])
+            found.measurements += [_named(one, case, f"{first} and {other}") for one in measured]
+    return found
+
+
+def _answer(
+    op: Op, case: Case, operands: Mapping[str, Operand], run: Run, implementation: str, found: Examined
+) -> Values | None:
+    """What a target answers; None where that already is the failure."""
+    arena = Arena(case.memory)
+    arrays = {name: arena.place(name, operand) for name, operand in operands.items()}
+    attributes = op.attributes(case) | ({_IMPLEMENTATION: implementation} if implementation else {})
+    try:
+        got = {name: decode(value) for name, value in run(op.name, arrays, attributes).items()}
+    except UnsupportedOp:
+        raise
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        detail = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        found.measurements.append(_named(Measurement("op.error", 1.0, 0.0, False, detail=detail), case, implementation))
+        return None
+    damage = arena.damage()
+    count = sum(array.size for array in arrays.values())
+    kept = Measurement("op.memory", float(bool(damage)), 0.0, not damage, compared=max(count, 1), detail=damage)
+    found.measurements.append(_named(kept, case, implementation))
+    return got
+
+
+class _Expected:
+    """Reference and yardstick of one case."""
+
+    def __init__(self, op: Op, case: Case, operands: Mapping[str, Operand]) -> None:
+        self.op, self.case, self.operands = op, case, operands
+        self.exact, self.yard = self._both({})
+        magnitudes = {
+            name: one if one.format == "int" else replace(one, values=np.abs(one.values))
+            for name, one in operands.items()
+        }
+        self.terms = op.evaluate(case, magnitudes, None) if op.sums else {}
+
+    def judge(self, got: Values, pooled: list[tuple[str, Rows]]) -> Iterator[Measurement]:
+        op, case = self.op, self.case
+        followed = {name: got[name] for name in op.follows if self._sound(name, got)}
+        exact, yard = self._both(followed) if followed else (self.exact, self.yard)
+        for name, held in op.outputs.items():
+            problem = _shape_problem(name, got, exact[name])
+            if problem:
+                yield Measurement("op.shape", 1.0, 0.0, False, compared=1, detail=problem)
+                continue
+            if held == EXACT:
+                wrong = np.flatnonzero((got[name] != exact[name]).reshape(-1))
+                detail = f"{name}: {len(wrong)} elements are no copies" if len(wrong) else ""
+                yield Measurement(
+                    "op.exact", float(len(wrong)), 0.0, not len(wrong), compared=max(exact[name].size, 1), detail=detail
+                )
+                continue
+            yield from self._numbers(name, held or case.precision, got[name], exact[name], yard[name], pooled)
+        inputs = {name: operand.values for name, operand in self.operands.items()}
+        yield from op.judge(case, inputs, got, self.exact, self.yard)
+
+    def agree(self, first: Values, second: Values) -> Iterator[Measurement]:
+        """Two implementations, each with an error of its own."""
+        for name, held in self.op.outputs.items():
+            exact, yard = self.exact[name], self.yard[name]
+            if held == EXACT or not exact.size or any(first[k].tolist() != second[k].tolist() for k in self.op.follows):
+                continue
+            difference = np.where(np.isfinite(first[name] - second[name]), first[name] - second[name], 0.0)
+            rows, _ = self._rows(name, held or self.case.precision, exact + difference, exact, yard)
+            comparison = Comparison(widen=math.sqrt(2.0), quantile=SITE_QUANTILE, rows=[rows])
+            largest, budget, _, _ = comparison.largest()
+            at = _worst(np.abs(difference))
+            detail = f"{name}{list(at)}: {first[name][at]:.9g} and {second[name][at]:.9g}"
+            yield Measurement("op.agree", largest, budget, largest <= budget, compared=exact.size, detail=detail)
+
+    def _both(self, given: Values) -> tuple[Values, Values]:
+        exact = self.op.evaluate(self.case, self.operands, None, given)
+        yard: Values = self.op.evaluate(self.case, self.operands, Rounding.of(self.case.precision), given)
+        if self.case.values == "tiny":
+            yard = self._flushed(exact, yard, given)
+        return exact, yard
+
+    def _flushed(self, exact: Values, yard: Values, given: Values) -> Values:
+        """Hardware may take subnormal numbers for zero: whichever emulation errs more is the yardstick."""
+        zeros = {
+            name: operand if operand.weight or operand.format == "int" else replace(operand, values=operand.values * 0)
+            for name, operand in self.operands.items()
+        }
+        flushed = self.op.evaluate(self.case, zeros, Rounding.of(self.case.precision), given)
+        return {
+            name: np.where(np.abs(flushed[name] - exact[name]) > np.abs(yard[name] - exact[name]), flushed[name], value)
+            if value.dtype.kind == "f"
+            else value
+            for name, value in yard.items()
+        }
+
+    def _sound(self, name: str, got: Values) -> bool:
+        """Whether a choice can be followed at all."""
+        value, own = got.get(name), self.exact[name]
+        if value is None or value.shape != own.shape or value.dtype.kind not in "iu":
+            return False
+        limit = self.exact["selection"].shape[-1]
+        return bool(((value >= 0) & (value < limit)).all())
+
+    def _numbers(
+        self, name: str, held: str, got: np.ndarray, exact: np.ndarray, yard: np.ndarray, pooled: list[tuple[str, Rows]]
+    ) -> Iterator[Measurement]:
+        if not exact.size:
+            yield Measurement("op.shape", 0.0, 0.0, True, compared=1)
+            return
+        rows, comparable = self._rows(name, held, got, exact, yard)
+        lost = np.argwhere(~np.isfinite(got) & comparable)
+        if len(lost):
+            at = tuple(lost[0].tolist())
+            detail = f"{name}{list(at)}: {got[at]}, expected {exact[at]:.6g}; {len(lost)} of {exact.size} not finite"
+            yield Measurement("op.finite", float(len(lost)), 0.0, False, compared=exact.size, detail=detail)
+            return
+        compared = int(comparable.sum())
+        if not compared:
+            yield Measurement("op.overflow", 0.0, 0.0, True, compared=exact.size, detail="the emulation overflows too")
+            return
+        comparison = Comparison(quantile=SITE_QUANTILE, rows=[rows])
+        rms, rms_budget = comparison.rms()
+        largest, budget, _, _ = comparison.largest()
+        at = _worst(np.where(comparable, np.abs(got - exact), 0.0))
+        detail = f"{name}{list(at)}: {got[at]:.9g}, expected {exact[at]:.9g}"
+        yield Measurement("op.case.rms", rms, rms_budget, rms <= rms_budget, compared=compared, detail=detail)
+        yield Measurement("op.max", largest, budget, largest <= budget, compared=compared, detail=detail)
+        if self.case.values not in ("tiny", "huge"):
+            pooled.append((f"op.rms {name}", _scaled(rows, exact)))
+
+    def _rows(
+        self, name: str, held: str, got: np.ndarray, exact: np.ndarray, yard: np.ndarray
+    ) -> tuple[Rows, np.ndarray]:
+        """Errors as rows, and which elements are comparable: where even the emulation overflows, anything may be."""
+        comparable = np.isfinite(exact) & np.isfinite(yard)
+        count = exact.size if self.op.independent else len(exact)
+        shape = (count, exact.size // count)
+        with np.errstate(invalid="ignore"):
+            errors = np.where(comparable, got - exact, 0.0).reshape(shape)
+            yards = np.where(comparable, yard - exact, 0.0).reshape(shape)
+        floor = ulp(np.where(comparable, exact, 0.0), held)
+        if name in self.terms:
+            floor = np.maximum(floor, ulp(self.terms[name], "fp32"))
+        floor = floor.reshape(shape)
+        return Rows.of_elements(str(self.case), np.arange(count), errors, yards, floor), comparable
+
+
+def _scaled(rows: Rows, exact: np.ndarray) -> Rows:
+    """Rows of errors relative to the largest magnitude of their row, so that cases can be pooled."""
+    magnitude = np.abs(np.where(np.isfinite(exact), exact, 0.0)).reshape(len(exact), -1).max(axis=1)
+    whole = np.repeat(magnitude, len(rows.positions) // len(exact))
+    scale = 1.0 / np.where(whole > 0, whole, 1.0)
+    squares = {name: getattr(rows, name) * scale**2 for name in ("square", "yard_square", "floor_square")}
+    return replace(
+        rows,
+        largest=rows.largest * scale,
+        yard_largest=rows.yard_largest * scale,
+        floor=rows.floor * scale,
+        **squares,
+    )
+
+
+def _worst(errors: np.ndarray) -> tuple[int, ...]:
+    """Index of the largest error."""
+    return tuple(int(index) for index in np.unravel_index(int(np.argmax(errors)), errors.shape))
+
+
+def _shape_problem(name: str, got: Values, exact: np.ndarray) -> str:
+    if name not in got:
+        return f"{name} is absent from the answer ({', '.join(sorted(got)) or 'which is empty'})"
+    if got[name].shape != exact.shape:
+        return f"{name} has shape {got[name].shape}, expected {exact.shape}"
+    return ""
+
+
+def _named(one: Measurement, case: Case, implementation: str) -> Measurement:
+    detail = f"{implementation}: {one.detail}" if implementation and one.detail else one.detail
+    return replace(one, prompt=str(case), detail=detail)
