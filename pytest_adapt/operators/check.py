@@ -126,10 +126,12 @@ class _Expected:
             difference = np.where(np.isfinite(first[name] - second[name]), first[name] - second[name], 0.0)
             rows, _ = self._rows(name, held or self.case.precision, exact + difference, exact, yard)
             comparison = Comparison(widen=math.sqrt(2.0), quantile=SITE_QUANTILE, rows=[rows])
-            largest, budget, _, _ = comparison.largest()
             at = _worst(np.abs(difference))
             detail = f"{name}{list(at)}: {first[name][at]:.9g} and {second[name][at]:.9g}"
-            yield Measurement("op.agree", largest, budget, largest <= budget, compared=exact.size, detail=detail)
+            for metric, (value, budget) in (("rms", comparison.rms()), ("max", comparison.largest()[:2])):
+                yield Measurement(
+                    f"op.agree.{metric}", value, budget, value <= budget, compared=exact.size, detail=detail
+                )
 
     def _both(self, given: Values) -> tuple[Values, Values]:
         exact = self.op.evaluate(self.case, self.operands, None, given)

@@ -19,6 +19,7 @@ from pytest_adapt.operators.definition import Op
 __all__ = ["cases", "explore"]
 
 _SEEDS = 1 << 16
+_PATIENCE = 10
 
 
 def cases(op: Op, precision: str) -> st.SearchStrategy[Case]:
@@ -33,14 +34,17 @@ def cases(op: Op, precision: str) -> st.SearchStrategy[Case]:
 
 
 def explore(op: Op, precision: str, fails: Callable[[Case], bool], *, examples: int, seconds: float) -> Case | None:
-    """Try ``examples`` cases; the simplest that fails, found within about ``seconds``, or None."""
+    """Try ``examples`` cases; the simplest that fails, found within about ``seconds`` of this process's time, or None.
+
+    A target that computes elsewhere may take several times as long, by the clock.
+    """
     known: dict[Case, bool] = {}
-    deadline = time.monotonic() + seconds
+    deadline, latest = time.process_time() + seconds, time.monotonic() + _PATIENCE * seconds
 
     def condition(case: Case) -> bool:
         if case not in known:
             # A failure once seen stays one; when time is up nothing new is tried.
-            known[case] = time.monotonic() < deadline and fails(case)
+            known[case] = time.process_time() < deadline and time.monotonic() < latest and fails(case)
         return known[case]
 
     quiet = settings(

@@ -26,7 +26,7 @@ _FALLBACK = "reference"
 _EXAMPLES = 40
 _SHRINKING = 120
 _SECONDS = 3.0
-"""Time that looking for a simpler failing case may take."""
+"""Processor time that looking for a simpler failing case may take."""
 _REPEATS = 7
 
 
