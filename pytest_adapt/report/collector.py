@@ -30,6 +30,8 @@ class Collector:
         self.target: dict[str, Any] = {}
         self.usage: dict[str, float] = {}
         self.peak_bytes = 0
+        self.time_box: dict[str, Any] = {}
+        """What was chosen for --adapt-time: ``lines`` of the terminal, and what report.json holds."""
         self.written = ""
         self._started = time.monotonic()
 
@@ -40,7 +42,13 @@ class Collector:
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
         self._take_own()
-        return {"fatal": self.fatal, "target": self.target, "usage": self.usage, "peak_bytes": self.peak_bytes}
+        return {
+            "fatal": self.fatal,
+            "target": self.target,
+            "usage": self.usage,
+            "peak_bytes": self.peak_bytes,
+            "time_box": self.time_box,
+        }
 
     def pytest_report_header(self) -> list[str]:
         settings = self.runner.settings
@@ -90,6 +98,7 @@ class Collector:
         self.fatal = self.fatal or sent.get("fatal", "")
         self.target = self.target or sent.get("target", {})
         self.peak_bytes = max(self.peak_bytes, sent.get("peak_bytes", 0))
+        self.time_box = self.time_box or sent.get("time_box", {})
         for name, value in sent.get("usage", {}).items():
             self.usage[name] = self.usage.get(name, 0) + value
 
@@ -108,6 +117,7 @@ class Collector:
             from pytest_adapt.report.json import write_report
 
             self.written = write_report(self, int(session.exitstatus))
+            self._learn()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -120,9 +130,19 @@ class Collector:
         self.cases.append(case)
         self.runner.config.hook.pytest_adapt_case_finished(case=case)
 
+    def _learn(self) -> None:
+        """What this run cost, for the time boxes of later ones."""
+        from pytest_adapt.timebox import costs_path, learn
+
+        opens = self.usage.get("opens", 0)
+        mean = self.usage["open_seconds"] / opens if opens else 0.0
+        learn(costs_path(self.runner), self.runner.settings.target, self.cases, mean)
+
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""
-        host = self.runner.host
+        host, box = self.runner.host, self.runner.time_box
+        if box is not None:
+            self.time_box = {"lines": box.lines(), **box.to_json()}
         self.fatal = self.fatal or host.fatal
         self.peak_bytes = max(self.peak_bytes, peak_bytes() if host.usage.opens else 0)
         if host.usage.opens:

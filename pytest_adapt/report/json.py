@@ -89,6 +89,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
             }
             for cluster in clusters(collector.cases)
         ],
+        "time_box": {name: value for name, value in collector.time_box.items() if name != "lines"},
         "operators": coverage(collector.cases),
         "cases": [asdict(case) for case in sorted(collector.cases, key=lambda case: case.case)],
         "usage": collector.usage,

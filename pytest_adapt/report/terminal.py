@@ -38,6 +38,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     lines.append((counts_line(cases), {}))
     if not any(case.status in ("pass", "fail") for case in cases):
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
+    lines += [(line, {}) for line in collector.time_box.get("lines", ())]
     if collector.runner.settings.goldens == "off":
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
     command = collector.runner.command_of
