@@ -123,7 +123,8 @@ class _Expected:
             exact, yard = self.exact[name], self.yard[name]
             if held == EXACT or not exact.size or any(first[k].tolist() != second[k].tolist() for k in self.op.follows):
                 continue
-            difference = np.where(np.isfinite(first[name] - second[name]), first[name] - second[name], 0.0)
+            both = np.isfinite(first[name]) & np.isfinite(second[name])
+            difference = np.subtract(first[name], second[name], out=np.zeros(exact.shape), where=both)
             rows, _ = self._rows(name, held or self.case.precision, exact + difference, exact, yard)
             comparison = Comparison(widen=math.sqrt(2.0), quantile=SITE_QUANTILE, rows=[rows])
             at = _worst(np.abs(difference))
@@ -182,7 +183,7 @@ class _Expected:
         comparison = Comparison(quantile=SITE_QUANTILE, rows=[rows])
         rms, rms_budget = comparison.rms()
         largest, budget, _, _ = comparison.largest()
-        at = _worst(np.where(comparable, np.abs(got - exact), 0.0))
+        at = _worst(np.abs(np.subtract(got, exact, out=np.zeros(exact.shape), where=comparable)))
         detail = f"{name}{list(at)}: {got[at]:.9g}, expected {exact[at]:.9g}"
         yield Measurement("op.case.rms", rms, rms_budget, rms <= rms_budget, compared=compared, detail=detail)
         yield Measurement("op.max", largest, budget, largest <= budget, compared=compared, detail=detail)
@@ -196,9 +197,8 @@ class _Expected:
         comparable = np.isfinite(exact) & np.isfinite(yard)
         count = exact.size if self.op.independent else len(exact)
         shape = (count, exact.size // count)
-        with np.errstate(invalid="ignore"):
-            errors = np.where(comparable, got - exact, 0.0).reshape(shape)
-            yards = np.where(comparable, yard - exact, 0.0).reshape(shape)
+        errors = np.subtract(got, exact, out=np.zeros(exact.shape), where=comparable).reshape(shape)
+        yards = np.subtract(yard, exact, out=np.zeros(exact.shape), where=comparable).reshape(shape)
         floor = ulp(np.where(comparable, exact, 0.0), held)
         if name in self.terms:
             floor = np.maximum(floor, ulp(self.terms[name], "fp32"))
