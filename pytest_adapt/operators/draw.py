@@ -22,9 +22,10 @@ _GUARD = 64
 """Elements of poison before and after each array: more than a vector register holds."""
 _OFFSET = 3
 """Elements by which an array misses every alignment."""
-_SPIKE = 2.0**7
+_SPIKE: Mapping[str, float] = {"fp32": 2.0**7, "bf16": 2.0**7, "fp16": 2.0**5}
 _SMALL = 2.0**-10
-_WIDE = 12.0
+_WIDE: Mapping[str, float] = {"fp32": 12.0, "bf16": 12.0, "fp16": 4.0}
+"""Exponents either way; products of two values stay below float16's largest."""
 _STEPS = 9
 _SMALLEST = {"fp32": 2.0**-149, "bf16": 2.0**-133, "fp16": 2.0**-24}
 _HUGE: Mapping[str, int] = {"fp32": 40, "bf16": 40, "fp16": 6}
@@ -74,11 +75,11 @@ class Draw:
         if kind == "zero":
             return np.where(normal < 0, -0.0, 0.0)
         if kind == "spike":
-            return normal * np.where(np.arange(shape[-1]) == 0, _SPIKE, _SMALL)
+            return normal * np.where(np.arange(shape[-1]) == 0, _SPIKE[held], _SMALL)
         if kind == "small":
             return normal * _SMALL
         if kind == "wide":
-            return normal * np.exp2(-np.sort(rng.uniform(-_WIDE, _WIDE, shape), axis=-1))
+            return normal * np.exp2(-np.sort(rng.uniform(-_WIDE[held], _WIDE[held], shape), axis=-1))
         if kind == "huge":
             return normal * 2.0 ** (_HUGE[held] if huge is None else huge)
         if kind == "tiny":
