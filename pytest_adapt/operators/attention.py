@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,12 @@ class Attention(Op):
             for rows, past in ((9, 8), (1, 33))
         ]
 
+    unseen = 1
+
+    def terms(self, case: Case, operands: Mapping[str, Operand]) -> dict[str, np.ndarray]:
+        """Weights are positive: only values can cancel."""
+        return self.evaluate(case, {**operands, "v": operands["v"].magnitude()}, None)
+
     def attributes(self, case: Case) -> dict[str, Any]:
         return {"scale": case["width"] ** -0.5, "window": case["window"]}
 
@@ -152,7 +158,8 @@ class LatentAttention(Op):
         *({"rows": rows, "past": past} for rows, past in ((16, 0), (17, 0), (5, 16))),
     )
     # Twice a rounded product: spikes and wide ranges make a choice of the softmax.
-    kinds = ("normal", "negative", "tied", "zero", "small", "tiny")
+    kinds = ("normal", "negative", "tied", "zero", "small")
+    unseen = 2
 
     def published(self) -> Sequence[dict[str, Any]]:
         found = {tuple(raw["attn"][key] for key in ("kv_lora", "nope", "rope", "v")): None
@@ -178,13 +185,18 @@ class LatentAttention(Op):
             "weight": draw.weight(heads * (case["nope"] + case["value"]), lora, scale=lora**-0.5),
         }
 
+    def terms(self, case: Case, operands: Mapping[str, Operand]) -> dict[str, np.ndarray]:
+        """Of the weighted values, once they are expanded."""
+        return self.evaluate(case, operands, None, {"magnitudes": np.ones(1)})
+
     def reference(self, n: Numerics, x: Values, case: Case) -> dict[str, np.ndarray]:
         keys, heads, nope = len(x["latent"]), case["heads"], case["nope"]
         expanded = n.linear(x["latent"], "weight").reshape(keys, heads, nope + case["value"])
         expanded = n.site(f"{_ATTN}.kv_b", expanded)
         turned = np.repeat(x["k_rope"][:, None], heads, axis=1)
         k = np.concatenate([expanded[..., :nope], turned], axis=-1)
-        return {"out": _attend_last(n, x["q"], k, expanded[..., nope:], case["past"], self.attributes(case))}
+        v = np.abs(expanded[..., nope:]) if "magnitudes" in x else expanded[..., nope:]
+        return {"out": _attend_last(n, x["q"], k, v, case["past"], self.attributes(case))}
 
 
 class Softmax(Op):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -49,7 +50,9 @@ class Op(ABC):
     independent: ClassVar[bool] = False
     """Whether the elements of a row err independently (else they share a norm or a sum)."""
     sums: ClassVar[bool] = False
-    """Whether each output is one sum of products: where terms cancel, its error is that of the terms."""
+    """Whether each output is one sum of products of the inputs (`terms`)."""
+    unseen: ClassVar[int] = 0
+    """Values inside that nobody shows and that engines form in other ways than eager code: one rounding more each."""
     architecture: ClassVar[str] = "LlamaForCausalLM"
     """Family whose eager code the emulation follows."""
 
@@ -68,6 +71,22 @@ class Op(ABC):
     def attributes(self, case: Case) -> dict[str, Any]:
         """What a target is told besides the arrays: numbers, words and truth values."""
         return {}
+
+    def terms(self, case: Case, operands: Mapping[str, Operand]) -> dict[str, np.ndarray]:
+        """Output -> sums of the magnitudes of the terms that it is made of, float64: where they cancel, its error is
+        theirs. Empty where outputs are no sums."""
+        if not self.sums:
+            return {}
+        return self.evaluate(case, {name: one.magnitude() for name, one in operands.items()}, None)
+
+    @property
+    def widen(self) -> float:
+        """By how much the yardstick grows for what is `unseen`: independent errors add in square."""
+        return math.sqrt(1.0 + self.unseen)
+
+    def rounding(self, precision: str) -> Rounding:
+        """The emulation at a precision; what is held in float32 throughout is emulated in that."""
+        return Rounding.of("fp32" if set(self.outputs.values()) == {"fp32"} else precision)
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Parameters that real models have, as far as a CPU can afford them."""

@@ -42,6 +42,10 @@ class Operand:
     weight: bool = False
     """Weights lie dense, as an engine keeps its own."""
 
+    def magnitude(self) -> Operand:
+        """The same without signs."""
+        return self if self.format == "int" else Operand(np.abs(self.values), self.format, self.weight)
+
 
 class Draw:
     """Random inputs of one case."""

@@ -44,7 +44,7 @@ def judge_operator(target: OpenTarget, judge: Judge, name: str, precision: str) 
     it. Where --adapt-op names a case, that one alone is run.
     """
     op, implementations = catalogue()[name], _implementations(target, name)
-    tally = _Tally()
+    tally = _Tally(op)
     chosen = parse_case(target.chosen_op) if target.chosen_op else None
     for case in [chosen] if chosen else op.grid(precision):
         tally.add(case, examine(op, case, target.run_op, implementations))
@@ -81,7 +81,7 @@ def time_operators(target: OpenTarget, judge: Judge, precision: str) -> None:
         if not implementations:
             continue
         case = op.case(precision, **(op.published() or (op.base,))[-1], seed=1)
-        tally = _Tally()
+        tally = _Tally(op)
         tally.add(case, examine(op, case, target.run_op, implementations))
         _tell(judge, tally.summary(None))
         if tally.declined:
@@ -131,6 +131,7 @@ def _explore(
 class _Tally:
     """Measurements of many cases: of each metric the worst, and everything that failed."""
 
+    op: Op
     worst: dict[str, Measurement] = field(default_factory=dict)
     compared: dict[str, int] = field(default_factory=dict)
     failures: dict[Case, list[Measurement]] = field(default_factory=dict)
@@ -148,7 +149,7 @@ class _Tally:
             if one.ok and (one.metric not in self.worst or one.use > self.worst[one.metric].use):
                 self.worst[one.metric] = one
         for metric, rows in found.rows:
-            self.pooled.setdefault(metric, Comparison()).add(rows)
+            self.pooled.setdefault(metric, Comparison(widen=self.op.widen)).add(rows)
 
     def summary(self, simplest: Case | None) -> Iterator[Measurement]:
         """One measurement a metric; where cases failed, those of the simplest one with the way to repeat it."""

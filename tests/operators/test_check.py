@@ -13,7 +13,6 @@ from pytest_adapt.operators.check import examine
 from pytest_adapt.operators.draw import Operand, decode, encode
 from pytest_adapt.operators.explore import explore
 from pytest_adapt.operators.suite import support
-from pytest_adapt.oracle import Rounding
 from pytest_adapt.target.protocol import UnsupportedOp
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -30,7 +29,7 @@ class Emulated:
         operands = {
             key: Operand(decode(array), "int" if array.dtype.kind == "i" else "fp32") for key, array in inputs.items()
         }
-        found = op.evaluate(self.case, operands, Rounding.of(self.case.precision))
+        found = op.evaluate(self.case, operands, op.rounding(self.case.precision))
         if name == "sample":
             drawn = np.random.default_rng(self.case.seed).choice(
                 len(found["share"]), len(inputs["positions"]), p=found["share"]
