@@ -124,9 +124,9 @@ class Attention(Op):
     def inputs(self, draw: Draw) -> dict[str, Operand]:
         case = draw.case
         keys, groups, width = case["past"] + case["rows"], case["kv_heads"], case["width"]
-        # Larger scores than this make a choice of the softmax: a step that no error bound follows.
+        # Larger scores than these make a choice of the softmax: a step that no error bound follows.
         shapes = {"q": (case["rows"], groups * case["repeats"], width), "k": (keys, groups, width)}
-        found = {name: draw.activation(*shape, huge=2) for name, shape in shapes.items()}
+        found = {name: draw.activation(*shape, huge=2, plain=("spike", "wide")) for name, shape in shapes.items()}
         return found | {"v": draw.activation(keys, groups, case["value_width"] or width)}
 
     def reference(self, n: Numerics, x: Values, case: Case) -> dict[str, np.ndarray]:

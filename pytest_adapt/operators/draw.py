@@ -54,10 +54,13 @@ class Draw:
         self.case = case
         self.rng = np.random.default_rng((zlib.crc32(case.op.encode()), case.seed))
 
-    def activation(self, *shape: int, format: str = "", scale: float = 1.0, huge: int | None = None) -> Operand:
-        """Values of the case's kind times ``scale``; ``huge`` replaces the exponent of huge ones."""
+    def activation(
+        self, *shape: int, format: str = "", huge: int | None = None, plain: tuple[str, ...] = ()
+    ) -> Operand:
+        """Values of the case's kind, normal ones for the kinds ``plain``; ``huge`` replaces the exponent of huge ones."""
         held = format or self.case.precision
-        return Operand(on_grid(self._kind(shape, held, huge) * scale, held), held)
+        kind = "normal" if self.case.values in plain else self.case.values
+        return Operand(on_grid(self._kind(kind, shape, held, huge), held), held)
 
     def weight(self, *shape: int, scale: float = 1.0, format: str = "", offset: float = 0.0) -> Operand:
         """Normal values times ``scale`` plus ``offset``, whatever the kind of the case."""
@@ -68,9 +71,9 @@ class Draw:
         """Uniform in low .. high - 1."""
         return Operand(self.rng.integers(low, high, shape, dtype=np.int64), "int")
 
-    def _kind(self, shape: tuple[int, ...], held: str, huge: int | None) -> np.ndarray:
+    def _kind(self, kind: str, shape: tuple[int, ...], held: str, huge: int | None) -> np.ndarray:
         # The largest terms of a sum come first: added in that order, the emulation errs as much as in any other.
-        rng, kind = self.rng, self.case.values
+        rng = self.rng
         normal = rng.standard_normal(shape)
         if kind == "negative":
             return -np.abs(normal) - 2.0**-4

@@ -48,9 +48,8 @@ def judge_operator(target: OpenTarget, judge: Judge, name: str, precision: str) 
     chosen = parse_case(target.chosen_op) if target.chosen_op else None
     for case in [chosen] if chosen else op.grid(precision):
         tally.add(case, examine(op, case, target.run_op, implementations))
-    simplest: Case | None = None
     if chosen is None:
-        simplest = _explore(op, precision, target, implementations, tally)
+        _explore(op, precision, target, implementations, tally)
     if op.wrt and name in target.info.gradients and chosen is None:
         from pytest_adapt.operators.gradient import examine_gradient
 
@@ -58,7 +57,7 @@ def judge_operator(target: OpenTarget, judge: Judge, name: str, precision: str) 
         tally.add(case, Examined(examine_gradient(op, case, target.run_op)))
     if tally.declined and not tally.ran:
         raise Verdict(Status.UNSUPPORTED, f"operator {name}: {tally.declined}")
-    _tell(judge, tally.summary(simplest))
+    _tell(judge, tally.summary())
 
 
 def judge_support(target: OpenTarget, judge: Judge) -> None:
@@ -83,7 +82,7 @@ def time_operators(target: OpenTarget, judge: Judge, precision: str) -> None:
         case = op.case(precision, **(op.published() or (op.base,))[-1], seed=1)
         tally = _Tally(op)
         tally.add(case, examine(op, case, target.run_op, implementations))
-        _tell(judge, tally.summary(None))
+        _tell(judge, tally.summary())
         if tally.declined:
             continue
         arena = Arena()
@@ -109,22 +108,24 @@ def _implementations(target: OpenTarget, name: str) -> tuple[str, ...]:
     return tuple(target.ops[name])
 
 
-def _explore(
-    op: Op, precision: str, target: OpenTarget, implementations: tuple[str, ...], tally: _Tally
-) -> Case | None:
-    """Random cases; where something failed already, the simplest case that fails."""
+def _explore(op: Op, precision: str, target: OpenTarget, implementations: tuple[str, ...], tally: _Tally) -> None:
+    """Random cases; where something failed already, simpler cases that fail alike."""
     from pytest_adapt.operators.explore import explore
 
-    broken = bool(tally.failures)
+    kinds = {_kind(failures) for failures in tally.failures.values()}
 
     def fails(case: Case) -> bool:
         found = examine(op, case, target.run_op, implementations)
         tally.add(case, found)
-        return bool(found.failures)
+        # A crash on an empty input must not stand in for wrong numbers.
+        return bool(found.failures) and _kind(found.failures) == max(kinds, default=_kind(found.failures))
 
-    simplest = explore(op, precision, fails, examples=_SHRINKING if broken else _EXAMPLES, seconds=_SECONDS)
-    first = min(tally.failures, key=lambda case: case.size, default=None)
-    return min((case for case in (simplest, first) if case), key=lambda case: case.size, default=None)
+    explore(op, precision, fails, examples=_SHRINKING if kinds else _EXAMPLES, seconds=_SECONDS)
+
+
+def _kind(failures: Iterable[Measurement]) -> int:
+    """0 where a case raised; 1 where it answered wrongly, which says more."""
+    return int(any(one.metric != "op.error" for one in failures))
 
 
 @dataclass
@@ -151,12 +152,13 @@ class _Tally:
         for metric, rows in found.rows:
             self.pooled.setdefault(metric, Comparison(widen=self.op.widen)).add(rows)
 
-    def summary(self, simplest: Case | None) -> Iterator[Measurement]:
-        """One measurement a metric; where cases failed, those of the simplest one with the way to repeat it."""
-        case = simplest or min(self.failures, key=lambda case: case.size, default=None)
-        if case is not None:
-            count = f"; {len(self.failures)} of {self.ran} cases fail" if len(self.failures) > 1 else ""
-            for one in _once(self.failures[case]):
+    def summary(self) -> Iterator[Measurement]:
+        """One measurement a metric; where cases failed, those of the simplest one of each kind, with its string."""
+        count = f"; {len(self.failures)} of {self.ran} cases fail" if len(self.failures) > 1 else ""
+        ordered = sorted(self.failures, key=lambda case: case.size)
+        for kind in (1, 0):
+            case = next((one for one in ordered if _kind(self.failures[one]) == kind), None)
+            for one in _once(self.failures[case]) if case else ():
                 yield replace(one, detail=f"{one.detail}{count}; --adapt-op='{case}'", compared=max(one.compared, 1))
         for metric, comparison in self.pooled.items():
             value, budget = comparison.rms()
