@@ -218,7 +218,11 @@ class _Expected:
         shape = (-1, exact.shape[-1])
         own = np.where(comparable, exact, 0.0)
         terms = self.terms.get(name)
-        scale = error_scale(own.reshape(shape), None if terms is None else terms.reshape(shape))
+        if self.op.relative:
+            scale = np.abs(own).reshape(shape)
+        else:
+            scale = error_scale(own.reshape(shape), None if terms is None else terms.reshape(shape))
+        scale = np.maximum(scale, ulp(0.0, held))  # below it nothing is a number of the format
         errors = np.subtract(got, exact, out=np.zeros(exact.shape), where=comparable).reshape(shape) / scale
         yards = np.subtract(yard, exact, out=np.zeros(exact.shape), where=comparable).reshape(shape) / scale
         floor = ulp(own, held)

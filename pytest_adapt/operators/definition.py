@@ -49,6 +49,8 @@ class Op(ABC):
     """Choices among the outputs that the rest is computed from: the reference goes on with the target's own."""
     independent: ClassVar[bool] = False
     """Whether the elements of a row err independently (else they share a norm or a sum)."""
+    relative: ClassVar[bool] = False
+    """Whether the error of each element is proportional to that element alone."""
     sums: ClassVar[bool] = False
     """Whether each output is one sum of products of the inputs (`terms`)."""
     unseen: ClassVar[int] = 0

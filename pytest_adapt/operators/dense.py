@@ -171,6 +171,7 @@ class Swiglu(Op):
     wrt = ("gate", "up")
     gradient = {"rows": 3, "width": 7}
     independent = True
+    relative = True
 
     def published(self) -> Sequence[dict[str, Any]]:
         return [{"rows": 2, "width": width} for width in widths("moe", "inter")]

@@ -57,7 +57,7 @@ class Draw:
     def activation(
         self, *shape: int, format: str = "", huge: int | None = None, plain: tuple[str, ...] = ()
     ) -> Operand:
-        """Values of the case's kind, normal ones for the kinds ``plain``; ``huge`` replaces the exponent of huge ones."""
+        """Values of the case's kind, normal ones for kinds in ``plain``; ``huge`` is another exponent of huge ones."""
         held = format or self.case.precision
         kind = "normal" if self.case.values in plain else self.case.values
         return Operand(on_grid(self._kind(kind, shape, held, huge), held), held)
