@@ -84,6 +84,7 @@ def select(candidates: Sequence[Candidate], budget: float, *, strength: int = 2,
     run = _Run(ordered, sets, opening, budget)
     while run.cover():
         pass
+    run.fill()
     if not run.chosen and ordered:
         run.take(max(range(len(ordered)), key=lambda i: ((len(sets[i]) or 1) / run.cost(i), -i)))
     seen = frozenset().union(*(sets[i] for i in run.chosen))
@@ -115,12 +116,18 @@ class _Run:
         self._remaining.pop(index)
         self.chosen.append(index)
 
+    def fill(self) -> None:
+        """Take what still fits, the cheapest first: cases that have no interaction at all."""
+        for index in sorted(self._remaining, key=lambda i: (self.cost(i), i)):
+            if self.cost(index) <= self.left:
+                self.take(index)
+
     def cover(self) -> bool:
         """Take candidates until those left add nothing or do not fit; whether any was taken."""
         holders: dict[Interaction, list[int]] = {}
         gains = {}
         for index in self._remaining:
-            gains[index] = len(self._sets[index]) or 1  # a case without settings is worth itself
+            gains[index] = len(self._sets[index])
             for one in self._sets[index]:
                 holders.setdefault(one, []).append(index)
         before = len(self.chosen)
