@@ -67,6 +67,7 @@ class ItemState:
     """Records that the reference had proposed before this item."""
     divergence: Divergence | None = None
     seconds: float = 0.0
+    open_seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
 
     def observe(self, report: pytest.TestReport) -> None:
@@ -108,6 +109,7 @@ class ItemState:
             divergence=divergence,
             requirements=self.requirements,
             seconds=self.seconds,
+            open_seconds=self.open_seconds,
             peak_bytes=peak_bytes(),
             nodeid=self.nodeid,
         )

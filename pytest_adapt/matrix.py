@@ -163,6 +163,8 @@ class Mark:
     layouts: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
+    first: bool = False
+    """Of the rows that are left, those of the first model only: what is judged does not depend on the model."""
     requests: int = 1
     """For --adapt-plan: requests per prompt."""
     tokens: int = 0
@@ -215,16 +217,19 @@ class Matrix:
     def project(self, axes: tuple[str, ...], mark: Mark) -> tuple[list[Any], list[str]]:
         """(values, ids) for ``metafunc.parametrize``: the distinct projections of the rows that the mark allows."""
         rows = self.layout_rows if mark.rung == "layouts" else self.rows
-        key = (rows is self.rows, axes, mark.classes, mark.models, mark.layouts, mark.precisions, mark.contexts)
+        wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
+        key = (rows is self.rows, axes, mark.classes, *wanted, mark.first)
         if key not in self._cache:
-            wanted = (mark.models, mark.layouts, mark.precisions, mark.contexts)
             places = [AXES.index(axis) for axis in axes]
-            found: dict[tuple[Any, ...], None] = {}
-            for row in rows:
-                if self._in_class(row[0], mark.classes) and all(
-                    not allowed or row[place] in allowed for place, allowed in enumerate(wanted)
-                ):
-                    found[tuple(row[place] for place in places)] = None
+            taken = [
+                row
+                for row in rows
+                if self._in_class(row[0], mark.classes)
+                and all(not allowed or row[place] in allowed for place, allowed in enumerate(wanted))
+            ]
+            if mark.first:
+                taken = [row for row in taken if row[0] == taken[0][0]]
+            found = dict.fromkeys(tuple(row[place] for place in places) for row in taken)
             ids = ["-".join(map(str, values)) for values in found]
             self._cache[key] = ([values[0] for values in found] if len(axes) == 1 else list(found), ids)
         return self._cache[key]

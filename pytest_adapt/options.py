@@ -49,7 +49,7 @@ class Option:
     choices: tuple[str, ...] = ()
     """Allowed values (of each element, for a list)."""
     kind: str = "text"
-    """text, list (comma separated), flag, or seconds."""
+    """text, list (comma separated), flag, seconds, or duration."""
     command_line: bool = True
 
     @property
@@ -104,6 +104,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("goldens_dir", "directory of your own records", "", "DIR"),
     Option("reason", "why records change; needed by --adapt-goldens=update", "", "TEXT"),
     Option("reference", "judge against another target instead of the oracle", "", "SPEC"),
+    Option(
+        "time",
+        "run what fits this time: cases that together cover the settings best",
+        0.0,
+        "90s|10m|1h",
+        kind="duration",
+    ),
+    Option("strength", "settings that must meet somewhere in a time box", "2", "N", ("2", "3")),
+    Option("op", "repeat one case of one operator, as a failure of the suite operators prints it", "", "CASE"),
     Option("inject", "put one fault into the built-in engine", "", "ID"),
     Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
     Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
@@ -143,6 +152,9 @@ class Settings:
     goldens_dir: str = ""
     reason: str = ""
     reference: str = ""
+    time: float = 0.0
+    strength: int = 2
+    op: str = ""
     inject: str = ""
     timeout: float = 600.0
     report: str = ""
@@ -165,7 +177,7 @@ class Settings:
                 ",".join(map(str, value))
                 if isinstance(value, tuple)
                 else f"{value:g}"
-                if option.kind == "seconds"
+                if option.kind in ("seconds", "duration")
                 else str(value)
             )
             words.append(f"{option.flag}={text}")
@@ -250,6 +262,7 @@ def read_settings(config: pytest.Config) -> Settings:
         values[option.name] = _READERS[option.kind](option, raw, source)
         sources[option.name] = source
     values["layouts"] = _layouts(values["layouts"])
+    values["strength"] = int(values["strength"])
     values["contexts"] = tuple(_context(text) for text in values["contexts"])
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
@@ -339,11 +352,21 @@ def _seconds(option: Option, raw: Any, source: str) -> float:
     return number
 
 
+def _duration(option: Option, raw: Any, source: str) -> float:
+    from pytest_adapt.covering import read_duration
+
+    try:
+        return read_duration(str(raw))
+    except ValueError as error:
+        raise pytest.UsageError(f"{_spelling(option, source)}: {error}") from None
+
+
 _READERS: Mapping[str, Callable[[Option, Any, str], Any]] = {
     "text": _text,
     "list": _list,
     "flag": _flag,
     "seconds": _seconds,
+    "duration": _duration,
 }
 
 

@@ -39,9 +39,9 @@ __all__ = [
 MARKERS = (
     "requirement(number, ...): numbers of the requirements that this test proves.",
     "adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False, classes=(), models=(), "
-    "layouts=(), precisions=(), contexts=(), requests=1, tokens=0): a conformance test: its rung on the ladder, the "
-    "observables of which one must be shown, the features to deploy with, the smallest profile that runs it, whether "
-    "the rest of its deployment waits for it, and which rows of the matrix it takes.",
+    "layouts=(), precisions=(), contexts=(), first=False, requests=1, tokens=0): a conformance test: "
+    "its rung on the ladder, the observables of which one must be shown, the features to deploy with, the smallest "
+    "profile that runs it, whether the rest of its deployment waits for it, and which rows of the matrix it takes.",
     "adapt_serial: measures time; deferred under xdist.",
 )
 

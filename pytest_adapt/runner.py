@@ -43,6 +43,7 @@ from pytest_adapt.verdict.status import Verdict, outcome, required, verdict_of
 if TYPE_CHECKING:
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
+    from pytest_adapt.timebox import TimeBox
 
 __all__ = ["Runner", "print_matrix", "start"]
 
@@ -97,6 +98,14 @@ def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix]:
             get(settings.inject)
         except UnknownFault as error:
             raise pytest.UsageError(f"--adapt-inject: {error}") from None
+    if settings.op:
+        from pytest_adapt.operators import CaseError, parse_case
+
+        try:
+            case = parse_case(settings.op)
+        except CaseError as error:
+            raise pytest.UsageError(f"--adapt-op: {error}") from None
+        settings = replace(settings, precisions=(case.precision,))
     return settings, spec, make_matrix(settings, spec)
 
 
@@ -128,6 +137,8 @@ class Runner:
         self._cells: list[Cell] = []
         self._shown_cell: Cell | None = None
         self._blocked: dict[tuple[str, str, str], str] = {}
+        self._opened_before = 0.0
+        self.time_box: TimeBox | None = None
 
     @property
     def whole(self) -> bool:
@@ -190,7 +201,8 @@ class Runner:
                 continue
             mark = self._read(marker, item.nodeid)
             params = item.callspec.params if hasattr(item, "callspec") else {}
-            if self._left_out(mark) or any(params.get(axis) == "" for axis in AXES):
+            other = bool(self.settings.op) and params.get("op") != self.settings.op.partition("(")[0].strip()
+            if other or self._left_out(mark) or any(params.get(axis) == "" for axis in AXES):
                 gone.append(item)
                 continue
             cell = _cell(params, mark)
@@ -212,16 +224,30 @@ class Runner:
                 cells[cell] = None
             place = RUNGS.index(state.rung) if state.rung in RUNGS else len(RUNGS)
             ours.append(((_cell_key(cell, order) if cell else (), place, index), item))
+        ours.sort(key=lambda pair: pair[0])
+        kept = [item for _, item in ours]
+        if self.settings.time and kept:
+            kept = self._boxed(kept, gone)
+            cells = dict.fromkeys(cell for item in kept if (cell := item.stash[STATE].cell) is not None)
         if gone:
             config.hook.pytest_deselected(items=gone)
-        ours.sort(key=lambda pair: pair[0])
-        items[:] = [*others, *(item for _, item in ours)]
+        items[:] = [*others, *kept]
         self._cells = sorted(cells, key=lambda cell: _cell_key(cell, order))
 
-    def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> str | None:
+    def _boxed(self, items: list[pytest.Item], gone: list[pytest.Item]) -> list[pytest.Item]:
+        """The items that --adapt-time has room for; the others are added to ``gone``."""
+        from pytest_adapt.timebox import open_box
+
+        kept, self.time_box = open_box(self, items)
+        chosen = set(kept)
+        gone += [item for item in items if item not in chosen]
+        return kept
+
+    def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
         count = sum(STATE in item.stash for item in items)
         cells = {item.stash[STATE].cell for item in items if STATE in item.stash} - {None}
-        return f"adapt: {count} cases on {len(cells)} deployments" if count else None
+        lines = [f"adapt: {count} cases on {len(cells)} deployments"] if count else []
+        return lines + [f"adapt: {line}" for line in self.time_box.lines()] if self.time_box else lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -245,6 +271,7 @@ class Runner:
         state = item.stash.get(STATE, None)
         if state is None:
             return (yield)
+        self._opened_before = self.host.usage.open_seconds
         state.serial = item.get_closest_marker("adapt_serial") is not None
         state.required = self._required(state)
         state.requirements = tuple(
@@ -320,6 +347,7 @@ class Runner:
             return report
         state.observe(report)
         if report.when == "teardown":
+            state.open_seconds = self.host.usage.open_seconds - self._opened_before
             case = state.result()
             report.__dict__[CASE] = case_to_json(case)
             report.user_properties.extend(_properties(case))
@@ -481,7 +509,8 @@ class Runner:
         file, _, rest = case.nodeid.partition("::")
         here = Path(self.config.invocation_params.dir)
         path = case.case.partition("::")[0] if case.suite else shipped.relative(self.config.rootpath / file, here)
-        return shlex.join([*self.program, *self.settings.arguments(), f"{path}::{rest}"])
+        arguments = self.settings.arguments(without=("time", "strength"))
+        return shlex.join([*self.program, *arguments, f"{path}::{rest}"])
 
     @property
     def timing_command(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -19,6 +19,8 @@ from pytest_adapt.verdict.status import Verdict
 from pytest_adapt.watchdog import Hung, Watchdog
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pytest_adapt.claims import Claims
     from pytest_adapt.matrix import Mark
     from pytest_adapt.options import Settings
@@ -50,6 +52,8 @@ class Opened:
     """Declared, but not seen: why."""
     seconds: float
     """Time that opening took."""
+    ops: dict[str, str] = field(default_factory=dict)
+    """Declared operators that were probed: why one does not count, "" where it does."""
 
 
 @dataclass
@@ -467,6 +471,53 @@ class OpenTarget:
     def refusal(self, directory: Any) -> str | None:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
         return self._host.refusal(replace(self._deployment, model=str(directory)))
+
+    @property
+    def ops(self) -> Mapping[str, Sequence[str]]:
+        """Operators that the target declares -> their implementations, the one in use first."""
+        return self._known.info.ops
+
+    @property
+    def chosen_op(self) -> str:
+        """The case that --adapt-op names; "" for all."""
+        return self._host.settings.op
+
+    def missing_op(self, name: str) -> str:
+        """Why a declared operator does not count; "" where it answered a probe."""
+        from pytest_adapt.target.probe import op_fault
+
+        opened = self._opened
+        if name not in opened.ops:
+            opened.ops[name] = op_fault(self.run_op, name, opened.deployment.precision)
+        return opened.ops[name]
+
+    def run_op(
+        self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any]
+    ) -> Mapping[str, np.ndarray]:
+        """One operator (`pytest_adapt.operators`). Raises Verdict unsupported where the target has no `run_op`."""
+        compute = self._optional("run_op")
+        if compute is None:
+            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no run_op")
+        found: Mapping[str, np.ndarray] = compute(name, inputs, attributes)
+        return found
+
+    def time_op(
+        self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any], repeats: int
+    ) -> list[float]:
+        """Seconds of each of ``repeats`` calls of `run_op` after a first one, taken in the target's own thread."""
+        opened, limit = self._opened, self._host.settings.timeout
+        target: Any = opened.target
+
+        def timed() -> list[float]:
+            target.run_op(name, inputs, attributes)
+            found = []
+            for _ in range(repeats):
+                started = time.perf_counter()
+                target.run_op(name, inputs, attributes)
+                found.append(time.perf_counter() - started)
+            return found
+
+        return opened.watchdog.call(timed, limit, lambda: f"{opened.info.name} to time {name}")
 
     @property
     def _opened(self) -> Opened:

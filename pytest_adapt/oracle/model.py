@@ -164,11 +164,7 @@ class _Run:
         n, moe, inside = self.n, site(layer, "moe"), mixture_prefix(self.spec, layer)
         ids, weights = self.route(layer, x, mixture, f"{moe}.router", f"{inside}.gate")
         down = self.experts(f"{moe}.experts", f"{inside}.experts", x, ids, mixture.intermediate)
-        weighted = n.inner(f"{moe}.experts.weighted", down * weights[..., None])
-        routed = np.zeros_like(x)
-        for place in range(ids.shape[1]):
-            routed = n.inner(f"{moe}.routed.partial", routed + weighted[:, place])
-        y = n.site(f"{moe}.routed", routed)
+        y = routing.combine(n, moe, down, weights)
         if mixture.shared:
             shared = blocks.feed_forward(n, n.inner, f"{moe}.shared", f"{inside}.shared_experts", x, bias=False)
             y = y + n.site(f"{moe}.shared", shared)

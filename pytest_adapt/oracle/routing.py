@@ -16,7 +16,17 @@ from .errors import OracleError
 from .numerics import Numerics
 from .spec import RouterSpec
 
-__all__ = ["REPLAYED", "Choice", "check_ids", "choose", "judge_replay", "kept_groups", "scores_of", "weights_of"]
+__all__ = [
+    "REPLAYED",
+    "Choice",
+    "check_ids",
+    "choose",
+    "combine",
+    "judge_replay",
+    "kept_groups",
+    "scores_of",
+    "weights_of",
+]
 
 # One row of a replay that differs from the run's own choice.
 REPLAYED = np.dtype([("row", np.int64), ("margin", np.float64), ("illegal", np.bool_)])
@@ -76,6 +86,15 @@ def weights_of(n: Numerics, router: RouterSpec, scores: np.ndarray, ids: np.ndar
     return weights * router.scale
 
 
+def combine(n: Numerics, moe: str, down: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted sum [T, h] of expert outputs [T, k, h] with weights [T, k], in the order of the experts' ids."""
+    weighted = n.inner(f"{moe}.experts.weighted", down * weights[..., None])
+    routed = np.zeros((len(down), down.shape[-1]), n.dtype)
+    for place in range(weights.shape[1]):
+        routed = n.inner(f"{moe}.routed.partial", routed + weighted[:, place])
+    return n.site(f"{moe}.routed", routed)
+
+
 def check_ids(router: RouterSpec, name: str, ids: np.ndarray, tokens: int) -> np.ndarray:
     """Another's expert ids as int64 [T, k], sorted. Raises OracleError unless shape and range fit."""
     ids = np.asarray(ids)
@@ -123,7 +142,7 @@ def _excuse(selection: np.ndarray, sums: np.ndarray, given: np.ndarray, kept: li
 
 
 def _group_scores(router: RouterSpec, selection: np.ndarray) -> np.ndarray:
-    grouped = selection.reshape(len(selection), router.groups, -1)
+    grouped = selection.reshape(len(selection), router.groups, router.experts // router.groups)
     best = np.sort(grouped, axis=-1)[..., -2:]
     sums: np.ndarray = best[..., 0] + best[..., 1]
     return sums

@@ -39,6 +39,8 @@ class Collector:
         self.target: dict[str, Any] = {}
         self.usage: dict[str, float] = {}
         self.peak_bytes = 0
+        self.time_box: dict[str, Any] = {}
+        """What was chosen for --adapt-time: ``lines`` of the terminal, and what report.json holds."""
         self.written = ""
         self.waived: list[Use] = []
         """What each waiver came to; empty while the run goes on."""
@@ -74,6 +76,7 @@ class Collector:
             "usage": self.usage,
             "peak_bytes": self.peak_bytes,
             "exercised": sorted(self.exercised),
+            "time_box": self.time_box,
         }
 
     def pytest_report_header(self) -> list[str]:
@@ -137,6 +140,7 @@ class Collector:
         self.target = self.target or sent.get("target", {})
         self.peak_bytes = max(self.peak_bytes, sent.get("peak_bytes", 0))
         self.exercised.update((model, layout) for model, layout in sent.get("exercised", ()))
+        self.time_box = self.time_box or sent.get("time_box", {})
         for name, value in sent.get("usage", {}).items():
             self.usage[name] = self.usage.get(name, 0) + value
 
@@ -158,6 +162,7 @@ class Collector:
             self.written = write_report(self, int(session.exitstatus))
             self._keep_headroom()
             self._distrust_pending(session)
+            self._learn()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -236,9 +241,19 @@ class Collector:
         if session.exitstatus == pytest.ExitCode.OK and self.useless_waivers:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    def _learn(self) -> None:
+        """What this run cost, for the time boxes of later ones."""
+        from pytest_adapt.timebox import costs_path, learn
+
+        opens = self.usage.get("opens", 0)
+        mean = self.usage["open_seconds"] / opens if opens else 0.0
+        learn(costs_path(self.runner), self.runner.settings.target, self.cases, mean)
+
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""
-        host = self.runner.host
+        host, box = self.runner.host, self.runner.time_box
+        if box is not None:
+            self.time_box = {"lines": box.lines(), **box.to_json()}
         self.fatal = self.fatal or host.fatal
         self.peak_bytes = max(self.peak_bytes, peak_bytes() if host.usage.opens else 0)
         if host.usage.opens:

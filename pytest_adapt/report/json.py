@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_adapt.report.operators import coverage
 from pytest_adapt.verdict.ladder import clusters
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
             }
             for cluster in clusters(collector.cases)
         ],
+        "time_box": {name: value for name, value in collector.time_box.items() if name != "lines"},
+        "operators": coverage(collector.cases),
         "cases": [asdict(case) for case in sorted(collector.cases, key=lambda case: case.case)],
         "waivers": [
             {

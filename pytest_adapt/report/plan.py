@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
     from pytest_adapt.runner import Runner
 
-__all__ = ["Costs", "plan_lines", "prompt_lengths"]
+__all__ = ["Costs", "demand", "known_costs", "plan_lines", "prompt_lengths"]
 
 _PLAIN_LIMIT = 96
 """Longest prompt of a test that has no context axis and does not say otherwise."""
@@ -46,12 +46,12 @@ def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
             continue
         cases += 1
         row = table.setdefault(str(state.cell) if state.cell else "no deployment", [0, 0, 0])
-        requests, tokens = _demand(runner, state)
+        requests, tokens = demand(runner, state)
         for place, value in enumerate((1, requests, tokens)):
             row[place] += value
     opened = [name for name in table if name != "no deployment"]
     requests, tokens = (sum(row[place] for row in table.values()) for place in (1, 2))
-    costs = _costs(runner)
+    costs = known_costs(runner)
     minutes = (len(opened) * costs.open_seconds + tokens * costs.token_seconds) / 60
     width = max(map(len, table), default=10)
     lines = [f"adapt plan: target {runner.settings.target}, profile {runner.settings.profile}", ""]
@@ -62,7 +62,8 @@ def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
         f"total: {cases} cases, {len(opened)} deployments, about {requests} requests, {tokens} tokens, "
         f"{minutes:.1f} minutes"
     )
-    return [*lines, "", total, f"costs {costs.source}"]
+    box = runner.time_box.lines() if runner.time_box else []
+    return [*lines, "", total, f"costs {costs.source}", *box]
 
 
 def prompt_lengths(model: Model) -> list[int]:
@@ -86,7 +87,7 @@ def _declined(runner: Runner, state: ItemState) -> str:
     return declined(model, cell.layout, runner.spec) if cell is not None and model is not None else ""
 
 
-def _demand(runner: Runner, state: ItemState) -> tuple[int, int]:
+def demand(runner: Runner, state: ItemState) -> tuple[int, int]:
     """(requests, tokens) of one item."""
     model = runner.matrix.models.get(state.cell.model) if state.cell else None
     if model is None:
@@ -104,7 +105,7 @@ def _demand(runner: Runner, state: ItemState) -> tuple[int, int]:
     return len(lengths) * state.mark.requests, sum(lengths) * state.mark.requests
 
 
-def _costs(runner: Runner) -> Costs:
+def known_costs(runner: Runner) -> Costs:
     """Costs of the last finished run of the same target, else assumed ones."""
     from pytest_adapt.report.json import report_path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.report.operators import coverage_line
 from pytest_adapt.verdict.ladder import Cluster, clusters, worst
 from pytest_adapt.verdict.result import CaseResult, Figure
 
@@ -39,6 +40,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     lines.append((counts_line(cases), {}))
     if not any(case.status in ("pass", "fail") for case in cases):
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
+    lines += [(line, {}) for line in collector.time_box.get("lines", ())]
     if collector.runner.settings.goldens == "off":
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
     if said := collector.fault_report()[1]:
@@ -56,6 +58,8 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     missing = _not_shown(cases, collector.runner.timing_command)
     if missing:
         lines.append((missing, {}))
+    if operators := coverage_line(cases):
+        lines.append((operators, {}))
     lines += [(line, {}) for line in _figure_lines(cases)]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
@@ -107,6 +111,8 @@ def _figure_lines(cases: list[CaseResult]) -> list[str]:
     """One line a load that was timed, the first few: what an engineer looks at first."""
     lines = []
     for case in cases:
+        if case.suite == "operators":  # a table of its own, in the report
+            continue
         by_load: dict[str, list[str]] = {}
         for one in case.figures:
             by_load.setdefault(one.load, []).append(_amount(one))

@@ -12,16 +12,18 @@ import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import own_peak
+from pytest_adapt.target.builtin_ops import BuiltinOps
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
 from pytest_adapt.target.seams import BuiltinSeams
 from pytest_adapt.target.threads import calm_openmp, fair_threads
 
 if TYPE_CHECKING:
+    import numpy as np
     from adapt_engine import Engine, SequenceRequest, SequenceResult
     from adapt_engine.tokenizer import Tokenizer
 
@@ -57,6 +59,7 @@ class BuiltinTarget:
         self._eos: frozenset[int] = frozenset()
         self._reader: Tokenizer | None = None
         self._aborts: deque[str] = deque()
+        self._ops: BuiltinOps | None = None
         self.engine: Engine | None = None
         self.seams = BuiltinSeams()
         """Where `pytest_adapt.faults` are put in."""
@@ -107,6 +110,7 @@ class BuiltinTarget:
             self.seams.detach()
             raise TargetError(f"builtin: {error}") from error
         self.seams.attach(self.engine)
+        self._ops = BuiltinOps(self.engine.kernels_registry)
         self._deployment, self._eos = deployment, _end_tokens(Path(deployment.model))
         report, counts = self.engine.load_report, Counter(self.engine.kernels().values())
         return Info(
@@ -121,6 +125,8 @@ class BuiltinTarget:
             max_context=deployment.max_context,
             vocab_size=self.engine.spec.vocab,
             sites=tuple(dict.fromkeys(re.sub(r"^layer\.\d+\.", "layer.*.", site) for site in self.engine.spec.sites())),
+            ops=self._ops.offered(),
+            gradients=self._ops.gradients,
             rounds="eager",
             environment={
                 "torch": torch.__version__,
@@ -181,10 +187,18 @@ class BuiltinTarget:
         self._aborts.append(str(arguments["id"]))
 
     def close(self) -> None:
-        engine, self.engine, self._reader = self.engine, None, None
+        engine, self.engine, self._reader, self._ops = self.engine, None, None, None
         self.seams.detach()
         if engine is not None:
             engine.close()
+
+    def run_op(
+        self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """One operator through the engine's kernel registry, or its reference (``attributes["implementation"]``)."""
+        if self._ops is None:
+            raise TargetError("target builtin: not open")
+        return self._ops.run(name, inputs, attributes)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the checkpoint's tokenizer gives them."""

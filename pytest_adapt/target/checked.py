@@ -31,6 +31,8 @@ _INFO: Mapping[str, tuple[type, ...]] = {
     "first_row": (Integral,),
     "topk": (Integral,),
     "sites": (tuple, list),
+    "ops": (Mapping,),
+    "gradients": (frozenset, set, tuple, list),
     "rounds": (str,),
     "router": (str,),
     "environment": (Mapping,),
@@ -85,6 +87,13 @@ def checked_info(who: str, info: Info) -> Info:
             f"{who}: info: load[{lacks[0]!r}] is {_brief(info.load.get(lacks[0]))}; a target with the feature "
             f"load_audit says in numbers what it loaded: {', '.join(_LOAD)}"
         )
+    implementations: Any
+    for name, implementations in info.ops.items():
+        if isinstance(implementations, str) or not isinstance(implementations, Sequence) or not implementations:
+            raise TargetError(
+                f"{who}: info: op {name} is {_brief(implementations)}, expected names of implementations, "
+                "the one in use first"
+            )
     return info
 
 

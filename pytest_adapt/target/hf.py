@@ -15,7 +15,7 @@ import importlib
 import inspect
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_adapt import sites
 from pytest_adapt.oracle import Checkpoint, OracleError
 from pytest_adapt.perf.memory import own_peak
+from pytest_adapt.target.hf_ops import HfOps
 from pytest_adapt.target.protocol import (
     Deployment,
     Info,
@@ -36,6 +37,7 @@ from pytest_adapt.target.protocol import (
 from pytest_adapt.target.threads import calm_openmp, fair_threads
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from pytest_adapt.target.registry import TargetSettings
@@ -79,6 +81,7 @@ class HfTarget:
         options.update(settings.options)
         self._device, self._attention = options["device"], options["attn"]
         self._model: Any = None
+        self._ops = HfOps(options["device"])
         self._recorder: Any = None
         self._stack = ExitStack()
         self._deployment = Deployment("")
@@ -126,6 +129,8 @@ class HfTarget:
             max_context=min(deployment.max_context, int(getattr(config, "max_position_embeddings", 1 << 30))),
             vocab_size=int(config.vocab_size),
             sites=SITES,
+            ops=self._ops.offered(),
+            gradients=self._ops.gradients,
             rounds="eager",
             router="eager",
             environment={
@@ -166,6 +171,12 @@ class HfTarget:
         self._stack.close()
         self._model = self._recorder = self._tokenizer = None
         gc.collect()
+
+    def run_op(
+        self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """One operator by transformers' eager code or the torch function that it calls."""
+        return self._ops.run(name, inputs, attributes)
 
     def peak_memory(self, reset: bool = False) -> int | None:
         """Largest number of bytes held since the last reset: on an accelerator what torch allocated there, else the

@@ -6,17 +6,27 @@ still open is asked for one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pytest_adapt import sites
-from pytest_adapt.target.protocol import OBSERVABLES, Deployment, Info, Request, Response, Target, TargetError
+from pytest_adapt.target.protocol import (
+    OBSERVABLES,
+    Deployment,
+    Info,
+    Request,
+    Response,
+    Target,
+    TargetError,
+    UnsupportedOp,
+)
 from pytest_adapt.target.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ProbeResult", "ask", "fault", "probe", "probe_prompt"]
+__all__ = ["ProbeResult", "ask", "fault", "op_fault", "probe", "probe_prompt"]
 
 _PROMPT = 12
 _REPEATS = 8
@@ -66,6 +76,29 @@ def probe(target: Target, deployment: Deployment, info: Info) -> ProbeResult:
         if why:
             missing[name] = why
     return ProbeResult(frozenset(name for name in [*declared, *features] if name not in missing), missing)
+
+
+def op_fault(
+    run_op: Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], Mapping[str, np.ndarray]],
+    name: str,
+    precision: str,
+) -> str:
+    """Why a declared operator does not count: it does not answer its plain case with its outputs. "" where it does, or
+    where it declines just these shapes."""
+    from pytest_adapt.operators import catalogue
+    from pytest_adapt.operators.draw import Draw, encode
+
+    op = catalogue()[name]
+    case = op.case(precision, **op.base)
+    arrays = {key: encode(operand.values, operand.format) for key, operand in op.inputs(Draw(case)).items()}
+    try:
+        answer = run_op(name, arrays, op.attributes(case))
+    except UnsupportedOp:
+        return ""
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TargetError, TypeError, ValueError) as error:
+        return f"a probe of it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    missing = [output for output in op.outputs if output not in answer]
+    return f"its answer to a probe has no {', '.join(missing)}" if missing else ""
 
 
 def probe_prompt(vocab: int, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:

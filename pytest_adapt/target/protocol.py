@@ -28,6 +28,7 @@ __all__ = [
     "TargetError",
     "TopK",
     "UnsupportedDeployment",
+    "UnsupportedOp",
 ]
 
 # Strongest first. A suite asks for the weakest one that can answer its question.
@@ -42,6 +43,10 @@ class TargetError(Exception):
 
 class UnsupportedDeployment(TargetError):
     """The target is healthy but declines this deployment (layout, precision, architecture), with the reason."""
+
+
+class UnsupportedOp(TargetError):
+    """`run_op` declines these shapes or attributes of an operator that it computes otherwise, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,11 @@ class Info:
     """Most candidates that its top-k lists hold; 0: as many as are asked for."""
     sites: tuple[str, ...] = ()
     """Patterns of sites that it can tap."""
+    ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Operator -> names of the implementations that `run_op` can run, the one in use first; a name that begins with
+    "reference" is composed of basic operations."""
+    gradients: frozenset[str] = frozenset()
+    """Operators whose gradient `run_op` computes."""
     rounds: str = "eager"
     """eager: rounds every materialised tensor, as transformers' eager code does; fused: rounds less."""
     router: str = "fp32"
@@ -199,7 +209,12 @@ class Target(Protocol):
 
     # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, largest number of bytes held since
     # the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int]; detokenize(ids) -> str;
-    # stats() -> Mapping[str, float]; control(name, **arguments); run_op(op, arrays, attributes).
+    # stats() -> Mapping[str, float]; control(name, **arguments).
+    # run_op(name, inputs: Mapping[str, ndarray], attributes) -> Mapping[str, ndarray] computes one operator of
+    # Info.ops in the deployment's precision (`pytest_adapt.operators`). Arrays lie in the format of the precision:
+    # float32, float16, or uint16 with the bits of a bfloat16; views with strides, not to be written to. The attribute
+    # "implementation" names one of Info.ops[name]; "gradient" names inputs: "grad.OUTPUT" are then among the inputs,
+    # and "grad.INPUT" is answered. Raises UnsupportedOp for shapes that it does not compute.
     # control("abort", id=...) ends one request of the run in progress, from any thread: it is answered with finish
     # "abort", the tokens it has by then, no rows and no error. An id that is not in flight is ignored.
     # Optional class attributes, read before open: defaults() -> TargetDefaults-like mapping (see registry).

@@ -153,6 +153,8 @@ class CaseResult:
     divergence: Divergence | None = None
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0
+    open_seconds: float = 0.0
+    """Of these, opening deployments."""
     peak_bytes: int = 0
     nodeid: str = ""
     """Only to print a command that repeats the case; never a key."""

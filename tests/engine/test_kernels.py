@@ -110,6 +110,16 @@ def test_native_row_does_not_depend_on_its_neighbours(rms_norm: Callable[..., to
     assert all(torch.equal(rms_norm(x[i : i + 1], weight, 1e-6)[0], together[i]) for i in range(9))
 
 
+@pytest.mark.requirement(57)
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu"])
+def test_no_rows_with_gaps_between_elements_are_no_rows(op: str) -> None:
+    empty = torch.ones(2, 10)[:0, ::2]
+    for offer in (*reference.offers(), *native.offers()):
+        if offer.op == op:
+            got = offer.call(empty, *((torch.ones(5), 1e-6) if op == "rms_norm" else (empty,)))
+            assert got.shape == (0, 5)
+
+
 @needs_native
 def test_native_module_refuses_what_it_would_have_to_convert() -> None:
     module = native.load()

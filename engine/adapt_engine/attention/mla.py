@@ -7,11 +7,12 @@ from functools import partial
 import torch
 
 from ..config import AttentionSpec
+from ..kernels import Ops
 from ..model.step import Span, Step
 from ..model.weights import Weights
 from .spans import Read, attend_spans
 
-__all__ = ["attend"]
+__all__ = ["absorbed", "attend", "expanded"]
 
 # Rows of a sequence are few when its keys are this many times as many.
 _FEW_ROWS = 8
@@ -30,7 +31,7 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     if tap:
         tap("attn.kv_a", kv)
         tap("attn.kv_a_norm", latent)
-        tap("attn.kv_b", _expand(step, spec, weights, latent))
+        tap("attn.kv_b", _expand(ops, spec, weights, latent))
     cos, sin = step.rope(spec.rope)
     q_rope = ops.rope_apply(q[..., spec.nope_dim :], cos, sin, spec.rope.interleaved)
     k_rope = ops.rope_apply(kv[:, None, spec.kv_lora :], cos, sin, spec.rope.interleaved)
@@ -52,8 +53,8 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
             "window": spec.window,
         }
         few = (span.stop - span.start) * _FEW_ROWS <= span.known
-        attend_span = _absorbed if few else _expanded
-        return attend_span(step, spec, weights, queries, latents, turned, partial(read, **settings))
+        attend_span = absorbed if few else expanded
+        return attend_span(step.ops, spec, weights, queries, latents, turned, partial(read, **settings))
 
     context = attend_spans(step, queries, spec.value_dim, one)
     out = step.parallel.linear_rows(ops, context.flatten(1), weights["attn.out.weight"], weights.get("attn.out.bias"))
@@ -63,8 +64,8 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     return out
 
 
-def _expanded(
-    step: Step,
+def expanded(
+    ops: Ops,
     spec: AttentionSpec,
     weights: Weights,
     queries: torch.Tensor,
@@ -73,13 +74,13 @@ def _expanded(
     read: Read,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Context [Tq, H, v] from keys and values expanded for every head: cheap where many rows share them."""
-    expanded = _expand(step, spec, weights, latents)
-    keys = torch.cat((expanded[..., : spec.nope_dim], turned.expand(-1, spec.heads, -1)), dim=-1)
-    return read(queries, keys, expanded[..., spec.nope_dim :])
+    rows = _expand(ops, spec, weights, latents)
+    keys = torch.cat((rows[..., : spec.nope_dim], turned.expand(-1, spec.heads, -1)), dim=-1)
+    return read(queries, keys, rows[..., spec.nope_dim :])
 
 
-def _absorbed(
-    step: Step,
+def absorbed(
+    ops: Ops,
     spec: AttentionSpec,
     weights: Weights,
     queries: torch.Tensor,
@@ -93,7 +94,6 @@ def _absorbed(
     Stays in float32 until the context, which is what the expanded form rounds; W commutes with merging partial
     contexts, whose weights sum to one.
     """
-    ops = step.ops
     per_head = weights["attn.kv_b.weight"].view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
     moved = ops.head_linear(queries[..., : spec.nope_dim], per_head[:, : spec.nope_dim].transpose(1, 2))
     shared = torch.cat((moved, queries[..., spec.nope_dim :].float()), dim=-1)
@@ -119,7 +119,7 @@ def _query(step: Step, spec: AttentionSpec, weights: Weights, x: torch.Tensor) -
     return q
 
 
-def _expand(step: Step, spec: AttentionSpec, weights: Weights, latent: torch.Tensor) -> torch.Tensor:
+def _expand(ops: Ops, spec: AttentionSpec, weights: Weights, latent: torch.Tensor) -> torch.Tensor:
     """Keys without position and values, [T, H, nope + v], from latents [T, kv_lora]."""
-    rows = step.ops.linear(latent, weights["attn.kv_b.weight"], None)
+    rows = ops.linear(latent, weights["attn.kv_b.weight"], None)
     return rows.view(latent.shape[0], spec.heads, spec.nope_dim + spec.value_dim)

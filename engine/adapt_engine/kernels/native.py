@@ -45,7 +45,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as a matrix of its last axis; copied only where rows are not dense or not evenly apart."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    # torch calls an empty tensor contiguous whatever its strides are.
+    return rows.contiguous() if rows.numel() else rows.new_empty(rows.shape)
 
 
 def offers() -> list[Implementation]:

@@ -1,0 +1,218 @@
+"""``--adapt-time``: which of the collected cases are run, from what earlier runs cost.
+
+Every process of a run reads the same costs and collects the same cases, so each xdist worker chooses the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_adapt.covering import Candidate, Selection, select, shown_duration
+from pytest_adapt.layout import AXES, parse
+from pytest_adapt.stash import STATE
+from pytest_adapt.strategies import fits
+
+if TYPE_CHECKING:
+    from pytest_adapt.items import ItemState
+    from pytest_adapt.report.plan import Costs
+    from pytest_adapt.runner import Runner
+    from pytest_adapt.verdict.result import CaseResult
+
+__all__ = ["Learned", "TimeBox", "costs_path", "learn", "open_box", "remembered"]
+
+_SCHEMA = 1
+_LEAST = 0.05
+"""Seconds of a case of which nothing is known but that it asks for no token."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What earlier runs of one target cost."""
+
+    open_seconds: float = 0.0
+    cases: Mapping[str, float] = field(default_factory=dict)
+    """Case id -> seconds, without opening its deployment."""
+
+    def of_test(self) -> dict[str, float]:
+        """Test -> median over its cases."""
+        found: dict[str, list[float]] = {}
+        for case, seconds in self.cases.items():
+            found.setdefault(case.partition("[")[0], []).append(seconds)
+        return {test: statistics.median(values) for test, values in found.items()}
+
+
+@dataclass(frozen=True)
+class TimeBox:
+    """What was chosen for the time that was given."""
+
+    seconds: float
+    workers: int
+    strength: int
+    selection: Selection
+    candidates: int
+    source: str
+
+    @property
+    def not_run(self) -> int:
+        """Cases that are left out for time."""
+        return self.candidates - len(self.selection.chosen)
+
+    def lines(self) -> list[str]:
+        """What the terminal says: one line, and what is known of the costs."""
+        chosen, found = len(self.selection.chosen), self.selection
+        missing = f", {len(found.untested)} untested (time_box in the report)" if found.untested else ""
+        box = f"time box {shown_duration(self.seconds)}: {chosen} of {self.candidates} cases"
+        parts = [
+            f"{box}, {self.not_run} not run for time",
+            f"{found.covered} of {found.interactions} interactions of {self.strength} settings covered{missing}",
+            f"estimated {found.seconds / self.workers:.0f} s, costs {self.source}",
+        ]
+        return ["; ".join(parts)]
+
+    def to_json(self) -> dict[str, Any]:
+        """For report.json."""
+        found = self.selection
+        return {
+            "seconds": self.seconds,
+            "strength": self.strength,
+            "workers": self.workers,
+            "estimated_seconds": round(found.seconds, 3),
+            "chosen": len(found.chosen),
+            "not_run": self.not_run,
+            "interactions": found.interactions,
+            "covered": found.covered,
+            "untested": [" x ".join(f"{name}={value}" for name, value in one) for one in found.untested],
+        }
+
+
+def open_box(runner: Runner, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], TimeBox]:
+    """The items to run, in their order, and the box. Items that cost nothing (a layout that is not legal for the model,
+    timing under xdist) are always kept; they are no candidates."""
+    from pytest_adapt.report.plan import known_costs
+
+    learned, costs = remembered(costs_path(runner), runner.settings.target), known_costs(runner)
+    free = {item for item in items if _costs_nothing(runner, item)}
+    judged = [item for item in items if item not in free]
+    tests = learned.of_test()
+    cells = [item.stash[STATE].cell for item in judged]
+    features = {name: "0" for cell in cells if cell for name, _ in cell.features}
+    candidates = [_candidate(runner, item, features, learned, tests, costs) for item in judged]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) if runner.under_xdist else 1
+    known = sum(one.key in learned.cases for one in candidates)
+    found = select(
+        candidates,
+        runner.settings.time * workers,
+        strength=runner.settings.strength,
+        opening=learned.open_seconds or costs.open_seconds,
+    )
+    box = TimeBox(
+        seconds=runner.settings.time,
+        workers=workers,
+        strength=runner.settings.strength,
+        selection=found,
+        candidates=len(candidates),
+        source=f"of {known} cases measured, the rest estimated" if known < len(candidates) else "measured",
+    )
+    chosen = set(found.chosen)
+    return [item for item in items if item in free or item.stash[STATE].case in chosen], box
+
+
+def costs_path(runner: Runner) -> Path:
+    """Where costs are kept."""
+    path: Path = runner.config.rootpath / ".adapt" / "costs.json"
+    return path
+
+
+def remembered(path: Path, target: str) -> Learned:
+    """What earlier runs of a target cost; nothing where there is no such file, or it cannot be read."""
+    found = _read(path).get(target)
+    try:
+        cases = {str(case): float(seconds) for case, seconds in found["cases"].items()} if found else {}
+        return Learned(float(found["open_seconds"]) if found else 0.0, cases)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Learned()
+
+
+def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: float) -> None:
+    """Add what a finished run cost to the file at ``path``, in one step; a file that cannot be written is let be.
+
+    ``open_seconds`` is the mean time that a deployment took to open; 0 where none was.
+    """
+    known = _read(path)
+    before = remembered(path, target)
+    measured = {
+        case.case: round(max(0.0, case.seconds - case.open_seconds), 4)
+        for case in cases
+        if case.status in ("pass", "fail")
+    }
+    if not measured:
+        return
+    known[target] = {
+        "open_seconds": round(open_seconds or before.open_seconds, 4),
+        "cases": dict(sorted({**before.cases, **measured}.items())),
+    }
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"schema": _SCHEMA, "targets": known}, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return  # the report of the same run says so, where it could not be written either
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Target -> its costs."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(found["targets"]) if found["schema"] == _SCHEMA else {}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {}
+
+
+def _costs_nothing(runner: Runner, item: pytest.Item) -> bool:
+    state = item.stash[STATE]
+    if runner.under_xdist and item.get_closest_marker("adapt_serial") is not None:
+        return True
+    model = runner.matrix.models.get(state.cell.model) if state.cell else None
+    if model is None or state.cell is None or state.cell.layout == "single":
+        return False
+    return "num_attention_heads" in model.config and bool(fits(state.cell.layout, model.config))
+
+
+def _candidate(
+    runner: Runner,
+    item: pytest.Item,
+    features: Mapping[str, str],
+    learned: Learned,
+    tests: Mapping[str, float],
+    costs: Costs,
+) -> Candidate:
+    state: ItemState = item.stash[STATE]
+    test = state.case.partition("[")[0]
+    seconds = learned.cases.get(state.case, tests.get(test, -1.0))
+    if seconds < 0:
+        from pytest_adapt.report.plan import demand
+
+        seconds = max(_LEAST, demand(runner, state)[1] * costs.token_seconds)
+    return Candidate(state.case, _factors(state, features), seconds, str(state.cell) if state.cell else "", test)
+
+
+def _factors(state: ItemState, features: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a case: suite, model, precision, length, each axis of the layout, each feature (``features``: of the
+    run, switched off)."""
+    found = {"suite": state.suite or state.nodeid.partition("::")[0]}
+    if state.cell is not None:
+        layout = parse(state.cell.layout)
+        found |= {axis: str(getattr(layout, axis)) for axis in AXES}
+        found |= {"model": state.cell.model, "precision": state.cell.precision}
+        own = {name: str(value) for name, value in state.cell.features}
+        found |= {f"feature {name}": value for name, value in {**features, **own}.items()}
+    return found | ({"length": str(state.context)} if state.context else {})
