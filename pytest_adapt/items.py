@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.matrix import Cell, Mark
-from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Flips, Measurement, Status
+from pytest_adapt.verdict.status import GREEN
 
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
@@ -54,6 +55,36 @@ class ItemState:
     divergence: Divergence | None = None
     seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
+    attempts: int = 0
+    """How often the item began: more than once where another plugin reruns it."""
+    first: tuple[Status, str] | None = None
+    """Of a rerun item, the earliest verdict that was not green."""
+    evidence: Any = None
+    """What its attempts have sampled so far."""
+
+    def begin(self) -> None:
+        """A new attempt. What an earlier one came to stays if that was not green, unless it only lacked samples: those
+        may be added."""
+        self.attempts += 1
+        if self.attempts == 1:
+            return
+        status = self.status or Status.PASS
+        if self.first is None and status not in GREEN and status is not Status.INCONCLUSIVE:
+            self.first = status, self.reason
+        if self.evidence is not None:
+            self.evidence.attempts = self.attempts - 1
+        self.status, self.reason, self.pending, self.divergence = None, "", None, None
+        self.phases = {}
+
+    def standing(self) -> tuple[Status, str] | None:
+        """The verdict of an earlier attempt, which stands whatever this one came to."""
+        if self.first is None:
+            return None
+        status, reason = self.first
+        return (
+            status,
+            f"{reason} (run {self.attempts} times by another plugin: a rerun adds evidence, it forgives nothing)",
+        )
 
     def observe(self, report: pytest.TestReport) -> None:
         """Take note of one phase's outcome, as pytest saw it."""
@@ -90,7 +121,9 @@ class ItemState:
             reason=self.reason,
             measurements=list(getattr(judge, "measurements", ())),
             figures=list(getattr(judge, "figures", ())),
+            flips=list(getattr(judge, "flips", ())),
             divergence=divergence,
+            attempts=max(1, self.attempts),
             requirements=self.requirements,
             seconds=self.seconds,
             peak_bytes=peak_bytes(),
@@ -125,6 +158,7 @@ def case_from_json(text: str) -> CaseResult:
     raw["status"] = Status(raw["status"])
     raw["measurements"] = [Measurement(**one) for one in raw["measurements"]]
     raw["figures"] = [Figure(**{**one, "samples": tuple(one["samples"])}) for one in raw["figures"]]
+    raw["flips"] = [Flips(**one) for one in raw["flips"]]
     if found := raw["divergence"]:
         lists = {name: tuple(found[name]) for name in ("element", "ranks")}
         raw["divergence"] = Divergence(**{**found, **lists})

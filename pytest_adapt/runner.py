@@ -213,9 +213,9 @@ class Runner:
         state.requirements = tuple(
             sorted({int(number) for mark in item.iter_markers("requirement") for number in mark.args})
         )
-        self.host.deadline = time.monotonic() + self.settings.timeout
         self._announce(state.cell)
         result = yield
+        item.stash[STATE] = replace(item.stash[STATE], evidence=None)
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
         if following is None or following.cell != state.cell:
             self.host.close()
@@ -230,6 +230,8 @@ class Runner:
         state = item.stash.get(STATE, None)
         if state is None:
             return (yield)
+        state.begin()
+        self.host.deadline = time.monotonic() + self.settings.timeout
         # Our fixtures raise what is pending; it becomes a verdict in the call phase.
         state.pending = self._gate(state)
         try:
@@ -252,16 +254,24 @@ class Runner:
                 state.target.check()
             result = yield
             self._conclude(state)
-            return result
-        except (Exception, pytest.fail.Exception) as error:
+            if state.standing() is None:
+                return result
+            verdict: tuple[Status, str] | None = None
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+            if isinstance(error, pytest.skip.Exception) and state.first is None:
+                raise
             verdict = _verdict(error)
             waiver = self.waivers.find(state.case) if verdict is None and self.waivers else None
-            if verdict is None and waiver is None:
+            if verdict is None and waiver is None and state.first is None:
                 raise
             state.required &= not getattr(error, "optional", False) or self.kind == "release"
-            if verdict is None:
+            if verdict is None and waiver is not None:
                 verdict = (Status.WAIVED, f"{type(error).__name__}: {error} ({waiver})")
+            elif verdict is None:
+                verdict = (Status.FAIL, f"{type(error).__name__}: {error}")
         # Outside the handler, so that pytest shows no chain of exceptions.
+        verdict = state.standing() or verdict
+        assert verdict is not None
         self._end(state, *verdict)
         return None
 
@@ -349,8 +359,10 @@ class Runner:
     def judge(self, item: pytest.Item, precision: str, info: Info | None) -> Any:
         from pytest_adapt.verdict.judge import Judge
 
-        made = Judge(precision) if info is None else Judge(precision, rounds=info.rounds, router=info.router)
-        item.stash[STATE].judge = made
+        state = item.stash[STATE]
+        said = {} if info is None else {"rounds": info.rounds, "router": info.router}
+        made = Judge(precision, **said, evidence=state.evidence)
+        state.judge, state.evidence = made, made.evidence
         return made
 
     # verdicts
@@ -371,6 +383,8 @@ class Runner:
         proposed = getattr(state.reference, "proposed", [])[state.proposed :]
         if judge is not None and judge.undecided:
             raise Verdict(Status.UNKNOWN, judge.message())
+        if judge is not None and judge.inconclusive:
+            raise Verdict(Status.INCONCLUSIVE, judge.message())
         if judge is not None and judge.failures():
             self._localise(state)
             self.references.keep_observed(state)

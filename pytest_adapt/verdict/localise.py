@@ -39,8 +39,12 @@ class SiteReport:
     divergence: Divergence | None = None
     compared: int = 0
     """Sites compared."""
+    choices: int = 0
+    """Choices compared: one a token and expert layer."""
     certified: int = 0
     """Choices that differ with a certificate."""
+    uncertified: int = 0
+    """Choices that differ without one."""
 
     def fail(self, measurement: Measurement, divergence: Divergence) -> None:
         self.measurements.append(measurement)
@@ -330,6 +334,7 @@ def _judge_choices(
     if not flips:
         return
     illegal = [(name, flip) for name, found in flips.items() for flip in found if not flip.legal]
+    report.choices, report.uncertified = rows, len(illegal)
     report.certified = sum(len(found) for found in flips.values()) - len(illegal)
     if not illegal:
         detail = f"{report.certified} of {rows} choices differ, each a near-tie"

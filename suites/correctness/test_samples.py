@@ -1,0 +1,77 @@
+"""Promise: at a temperature above 0 tokens come with the probabilities that model and request give them."""
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_adapt.target.protocol import Request, Sampling
+from pytest_adapt.verdict.result import Status
+from pytest_adapt.verdict.sampling import LOOKS, plan
+from pytest_adapt.verdict.status import Verdict
+
+CLASSES = ("odd", "wide", "aligned", "")
+GREEDY = {
+    "temperature 0": Sampling(0.0, seed=1),
+    "temperature 0, another seed": Sampling(0.0, seed=2),
+    "top_k 1": Sampling(1.0, top_k=1, seed=3),
+}
+
+
+@pytest.mark.requirement(50, 113, 119)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=128)
+def test_samples_follow_the_distribution(target, model, precision, reference, judge):
+    """One token after each of a few prompts, with many seeds, until it is certain that the temperature is right."""
+    planned = plan(model, reference, precision, judge.attempt)
+    for look in range(LOOKS):
+        requests = planned.requests(planned.plain, look)
+        judge.drawn(planned, "temperature", requests, target.run(requests))
+        if judge.settled:
+            break
+
+
+@pytest.mark.requirement(50, 113)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=192)
+def test_filters_keep_the_tokens_that_they_name(target, model, precision, reference, judge):
+    """top_k, top_p, and top_p of what top_k has left: nothing else is drawn, and what is left keeps its odds."""
+    planned = plan(model, reference, precision, judge.attempt)
+    for label, setting in planned.filtered.items():
+        requests = planned.requests(setting, count=64)
+        answers = target.run(requests)
+        refused = next((answer.error for answer in answers.values() if answer.error is not None), None)
+        if refused is not None and target.kind == "endpoint":
+            raise Verdict(Status.UNSUPPORTED, f"{label} is refused: {refused}")
+        judge.drawn(planned, label, requests, answers)
+
+
+@pytest.mark.requirement(98, 119)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES)
+def test_a_seed_decides_the_sample(target, model, precision, reference, judge):
+    """Whatever runs beside it, and at whichever place of a batch; other seeds give other samples."""
+    name, tokens = list(model.prompts(64).items())[-1]
+    drawn = Sampling(1.0, seed=11)
+
+    def asked(identity, seed=11):
+        return Request(identity, tokens, 12, sampling=replace(drawn, seed=seed))
+
+    alone = [target.run([asked(f"alone {number}")])[f"alone {number}"] for number in range(2)]
+    if target.kind == "endpoint" and alone[0].tokens != alone[1].tokens:
+        raise Verdict(Status.UNSUPPORTED, f"{target.info.name} does not repeat a sample by its seed")
+    beside = target.run([asked(f"seed {seed}", seed) for seed in range(20, 26)] + [asked("same 0"), asked("same 1")])
+    judge.identical(f"{name}: one seed twice, each alone", alone[1], alone[0])
+    for number in range(2):
+        judge.identical(f"{name}: one seed in a batch against alone", beside[f"same {number}"], alone[0])
+    different = len({answer.tokens for answer in beside.values()})
+    judge.promise("seeds", different > 1, f"{different} samples of 7 seeds", prompt=name, observable="text")
+
+
+@pytest.mark.requirement(90, 98)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES)
+def test_no_temperature_and_one_candidate_are_greedy(target, model, precision, reference, judge):
+    """Temperature 0 whatever the seed, and top_k 1 at any temperature: the reference's first choice."""
+    for name, tokens in list(model.prompts(64).items())[-2:]:
+        for what, setting in GREEDY.items():
+            response = target.generate(tokens, 8, want=("text",), sampling=setting)
+            if response.error is not None and setting.top_k and target.kind == "endpoint":
+                continue  # plain OpenAI has no such field
+            record = reference.record(name, tokens + response.tokens[:-1])
+            judge.generated(f"{name}: {what}", response, record, tokens)
