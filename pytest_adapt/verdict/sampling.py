@@ -36,7 +36,7 @@ _DRAWS = 128
 """Draws of each place at the first look."""
 _REFERENCE = 8
 """Reference draws for each of the target's: the more, the less their own luck counts."""
-_LONGEST = 48
+_LONGEST = 24
 _TEMPERATURES = (0.35, 0.5, 0.7, 1.4, 2.0)
 """Not 1, which an engine that ignores it would use."""
 _TOP_K = (3, 5, 8)
@@ -212,13 +212,13 @@ class Draws:
     label: str
     places: dict[str, Place] = field(default_factory=dict)
     drawn: dict[str, list[int]] = field(default_factory=dict)
-    looks: int = 0
     problems: list[tuple[str, str]] = field(default_factory=list)
+    _judged: list[Measurement] | None = None
 
     def add(self, planned: Plan, requests: Iterable[Request], answers: Mapping[str, Response]) -> None:
         """Take in the answers of one look."""
         by_tokens = {place.tokens: place for place in planned.places}
-        self.looks += 1
+        self._judged = None
         for request in requests:
             place, answer = by_tokens[request.prompt], answers[request.id]
             token = _token(answer, planned.end)
@@ -231,6 +231,11 @@ class Draws:
 
     def measurements(self) -> list[Measurement]:
         """The verdict on everything drawn so far."""
+        if self._judged is None:
+            self._judged = self._judge()
+        return self._judged
+
+    def _judge(self) -> list[Measurement]:
         if self.problems:
             name, reason = self.problems[0]
             detail = f"{len(self.problems)} of the draws did not come: {reason}"

@@ -10,7 +10,7 @@ MOST = PROMPTS << (LOOKS - 1)
 
 @pytest.mark.requirement(113, 114, 117)
 @pytest.mark.adapt(
-    rung="correct", needs=("logits", "score", "topk"), classes=("odd", "wide", "aligned", ""), requests=16
+    rung="correct", needs=("logits", "score", "topk"), classes=("odd", "wide", "aligned", ""), requests=6, tokens=48
 )
 def test_many_short_prompts_are_predicted_alike(target, model, precision, reference, judge):
     """Likelihood, divergence and most probable tokens of fresh random prompts, where routing may flip too; more prompts
@@ -26,7 +26,7 @@ def test_many_short_prompts_are_predicted_alike(target, model, precision, refere
 
 
 @pytest.mark.requirement(113, 117)
-@pytest.mark.adapt(rung="correct", needs=("text",), classes="needle", requests=16)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes="needle")
 def test_many_short_tasks_are_solved(target, model, precision, judge):
     """Walks through permutations that the prompt alone knows: every step is a question with one right answer."""
     for look in range(LOOKS):

@@ -25,7 +25,7 @@ SUITE = Path(__file__).resolve().parents[2] / "suites" / "correctness" / "test_s
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 
 
-def tests() -> dict[str, Callable[..., None]]:
+def suite() -> dict[str, Callable[..., None]]:
     spec = importlib.util.spec_from_file_location("adapt_suite_samples", SUITE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(root: Path, words: str, name: str, precision: str, fault: Fault | None) -> Judge:
     """One test of the suite on a target that shows text alone; the judge has what it found."""
-    (function,) = (value for test, value in tests().items() if words in test)
+    (function,) = (value for test, value in suite().items() if words in test)
     entry = models()[name]
     model = ModelHandle(Model(name, entry, None, entry.contexts, entry.precisions, entry.config, explicit=True), root)
     host = Host(resolve("builtin"), Settings("builtin", inject=fault.id if fault else "", observables=("text",)))
