@@ -14,7 +14,7 @@ from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.result import Measurement
 from pytest_adapt.verdict.sampling import LOOKS
 
-NUMBER, LENGTH = 16, 24
+NUMBER, LENGTH = 24, 12
 CELLS = [(name, precision) for name in ("llama-odd", "qwen3-moe-odd") for precision in ("fp32", "bf16")]
 
 
@@ -80,9 +80,9 @@ def test_tokens_that_differ_fail_where_nothing_else_is_shown(bench: Any) -> None
     for seed in range(NUMBER):
         tokens = model.tokens(LENGTH, seed)
         record = model.record(tokens, "fp32")
-        said = record.topk_ids[8:, 0].copy()
-        said[seed % 5 :: 5] = record.topk_ids[8:, 1][seed % 5 :: 5]
-        response = Response("r", 9, tuple(int(token) for token in said))
+        said = record.topk_ids[4:, 0].copy()
+        said[seed % 5 :: 5] = record.topk_ids[4:, 1][seed % 5 :: 5]
+        response = Response("r", 5, tuple(int(token) for token in said))
         judge.sample(f"prompt-{seed}", response, record, model.oracle)
     (failed,) = judge.failures()
     assert (failed.metric, failed.observable) == ("sample.token_match", "text")
@@ -129,7 +129,7 @@ def test_tasks() -> None:
         wrong.answered(f"walk-{number}", [step == number % 8 for step in range(8)])
     assert right.settled and not right.failures()
     assert {one.metric for one in wrong.failures()} == {"sample.task"}
-    assert "16 of 128 answers are wrong" in wrong.message()
+    assert "24 of 192 answers are wrong" in wrong.message()
 
 
 def test_the_noise_floor_of_rare_events_is_their_upper_limit() -> None:
