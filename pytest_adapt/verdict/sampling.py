@@ -86,13 +86,11 @@ class Plan:
             "top_k and top_p": Sampling(1.0, top_k=self.top_k, top_p=_TOP_P),
         }
 
-    def requests(self, setting: Sampling, look: int = 0, count: int = 0) -> list[Request]:
-        """The draws of one look, places in turn; ``count`` of each place (0: as many as were drawn before)."""
-        first, many = (
-            (0, count) if count else (0, _DRAWS) if look == 0 else (_DRAWS << (look - 1), _DRAWS << (look - 1))
-        )
+    def requests(self, setting: Sampling, look: int = 0) -> list[Request]:
+        """The draws of one look, places in turn; each look after the first has as many as all before it."""
+        first = _DRAWS << (look - 1) if look else 0
         asked = []
-        for number in range(first, first + many):
+        for number in range(first, _DRAWS << look):
             for index, place in enumerate(self.places):
                 seed = ((self.attempt * _PLACES + index) << 16) + number + 1
                 drawn = Sampling(setting.temperature, setting.top_k, setting.top_p, seed)
@@ -105,8 +103,8 @@ def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
     """Places of a model's own prompts, and settings under which a wrong one shows.
 
     The temperature is the one at which log-probabilities spread most: their variance is the information that a draw
-    has about it; so for ``top_k``. Raises Verdict unknown where no
-    position is certified, or where nothing is known of the whole distribution.
+    has about it; so for ``top_k``. Raises Verdict unknown where no position is certified, or where nothing is known
+    of the whole distribution.
     """
     if getattr(reference, "oracle", None) is None:
         raise Verdict(

@@ -30,12 +30,12 @@ def test_samples_follow_the_distribution(target, model, precision, reference, ju
 
 
 @pytest.mark.requirement(50, 113)
-@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=230, tokens=48)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=450, tokens=48)
 def test_filters_keep_the_tokens_that_they_name(target, model, precision, reference, judge):
     """top_k, top_p, and top_p of what top_k has left: nothing else is drawn, and what is left keeps its odds."""
     planned = plan(model, reference, precision, judge.attempt)
     for label, setting in planned.filtered.items():
-        requests = planned.requests(setting, count=64)
+        requests = planned.requests(setting)
         answers = target.run(requests)
         refused = next((answer.error for answer in answers.values() if answer.error is not None), None)
         if refused is not None and target.kind == "endpoint":

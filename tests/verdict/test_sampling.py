@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pytest_adapt.golden.reference import OracleReference
+from pytest_adapt.models import catalogue, prompts
 from pytest_adapt.target.protocol import Response, Sampling
 from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.result import Measurement
@@ -35,17 +36,17 @@ def planned() -> Plan:
 Change = Callable[[Sampling], Sampling]
 
 
-def ask(planned: Plan, setting: Sampling, change: Change, looks: int = 1, seed: int = 0, count: int = 0) -> Draws:
+def ask(planned: Plan, setting: Sampling, change: Change, looks: int = 1, seed: int = 0) -> Draws:
     """Draws of a target that takes ``change(setting)`` for what it was asked."""
     rng = np.random.default_rng(seed)
     drawn = Draws(setting, "asked")
     for look in range(looks):
-        requests = planned.requests(setting, look, count)
-        odds = {one.tokens: distribution(one, change(setting)) for one in planned.places}
-        answers = {
-            request.id: Response(request.id, 3, (int(rng.choice(VOCAB, p=odds[request.prompt])),))
-            for request in requests
-        }
+        requests = planned.requests(setting, look)
+        answers = {}
+        for one in planned.places:
+            asked = [request.id for request in requests if request.prompt == one.tokens]
+            tokens = rng.choice(VOCAB, len(asked), p=distribution(one, change(setting)))
+            answers.update({name: Response(name, 3, (int(token),)) for name, token in zip(asked, tokens, strict=True)})
         drawn.add(planned, requests, answers)
     return drawn
 
@@ -65,7 +66,7 @@ def test_a_right_sampler_passes_and_says_what_it_would_have_seen(planned: Plan) 
     assert found["sample.temperature"].budget == math.log(CONCERN)
     assert "with power 0.8 at alpha 2.5e-05" in found["sample.temperature"].detail
     for setting in planned.filtered.values():
-        found = by_name(ask(planned, setting, lambda setting: setting, count=64))
+        found = by_name(ask(planned, setting, lambda setting: setting))
         assert all(one.ok for one in found.values()), found
         assert "without the filter one would be with probability 1" in found["sample.support"].detail
 
@@ -87,7 +88,7 @@ def test_the_stated_temperature_is_seen_with_the_stated_power(planned: Plan) -> 
     scores = []
     for seed in range(200):
         drawn = ask(planned, planned.plain, hotter(factor), seed=seed)
-        found = by_name(drawn)["sample.temperature"].detail
+        found = drawn._temperature().detail
         estimate = math.log(float(found.partition("times ")[2].split(",")[0]))
         information = drawn._information()
         scores.append((estimate - drawn._slack()) * math.sqrt(information / (1 + 1 / 8)))
@@ -127,7 +128,7 @@ WRONG: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_filters_fail(planned: Plan, what: str) -> None:
     label, change = WRONG[what]
-    found = by_name(ask(planned, planned.filtered[label], change, count=64))
+    found = by_name(ask(planned, planned.filtered[label], change))
     failed = [one for one in found.values() if not one.ok]
     assert failed and all(one.settled for one in failed), found
 
@@ -182,17 +183,18 @@ def test_looks_add_up_and_every_seed_is_new(planned: Plan) -> None:
 @pytest.mark.parametrize("name", ["llama-odd", "qwen3-moe-odd"])
 def test_places_are_certified_and_known(bench: Any, name: str) -> None:
     model = bench(name)
+    known = prompts(catalogue()[name], model.directory)
     handle = SimpleNamespace(
-        all_prompts={"searched-0": model.tokens(40)}, prompts=lambda limit: {}, config={"eos_token_id": 7}
+        all_prompts=known,
+        prompts=lambda limit: {name: ids for name, ids in known.items() if len(ids) <= limit},
+        config={"eos_token_id": 7},
     )
     reference = OracleReference(model.directory, ("fp32", "bf16"), name)
     found = plan(handle, reference, "bf16")
     assert found.end == 7
-    record = reference.record("searched-0", handle.all_prompts["searched-0"])
-    exact = np.asarray(model.oracle.run(handle.all_prompts["searched-0"]).logits)
+    assert found.places
     for one in found.places:
-        last = len(one.tokens) - 1
-        assert record.certified("bf16")[last]
-        assert one.logits == pytest.approx(exact[last], abs=1e-9)
+        assert reference.record("p", one.tokens).certified("bf16")[-1]
+        assert one.logits == pytest.approx(np.asarray(model.oracle.run(one.tokens).logits)[-1], abs=1e-9)
     with pytest.raises(Verdict, match="the oracle does not know this model"):
         plan(handle, SimpleNamespace(oracle=None), "bf16")

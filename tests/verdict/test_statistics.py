@@ -231,7 +231,7 @@ def test_a_wrong_temperature_and_a_missing_token_are_seen() -> None:
     hot = permutation_test(*draws(rng, 400, 3200, change=1.5))
     assert hot.p < 1e-4
     assert hot.surprise > 0.1
-    assert hot.surprise_score > hot.frequency_score
+    assert hot.surprise_score > 5
     target, reference, values = draws(rng, 400, 3200)
     # Of equal tokens one never comes: no mean surprise tells that.
     target["1"] = np.where(target["1"] == 3, 4, target["1"])
