@@ -142,7 +142,7 @@ def _entry(
 SHAPE, KEPT, SEED, GREEDY = "samples_follow", "filters_keep", "seed_decides", "are_greedy"
 
 FAULTS = (
-    _entry("SA02", "The slot is part of the seed", "tt-metal#53802", _salted_with_the_slot, SEED, "in a batch against"),
+    _entry("SA02", "The slot is part of the seed", "tt-metal#53802", _salted_with_the_slot, SEED, "draws differ"),
     _entry("SA06", "top_k has no effect", "after sglang#28180", _without(top_k=0), KEPT, "is not among those kept"),
     _entry(
         "SA09", "top_p of masses that top_k left unnormalised", "mlx-lm#388", _not_renormalised, KEPT, "top_k and top_p"

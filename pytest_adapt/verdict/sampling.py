@@ -98,6 +98,40 @@ class Plan:
                 asked.append(Request(name, place.tokens, 1, sampling=drawn, first_row=len(place.tokens)))
         return asked
 
+    def differing(
+        self, requests: Iterable[Request], one: Mapping[str, Response], two: Mapping[str, Response]
+    ) -> tuple[int, int]:
+        """(draws of one seed that came out differently in two runs, how many of them rounding may explain).
+
+        Two runs need not round alike (batches of other sizes), and a random number near the border between two tokens
+        then falls on either side. Of a sampler that walks through the tokens from the best one, the probability is the
+        sum over borders of how far each moves. Errors are taken as `RMS_FACTOR` times `EmulationErrors.rms`,
+        independent from token to token and run to run. More than the quantile `ALPHA` of such a number is no rounding.
+        """
+        by_tokens = {place.tokens: place for place in self.places}
+        asked = list(requests)
+        found = sum(one[request.id].tokens != two[request.id].tokens for request in asked)
+        rate = sum(_border_risk(by_tokens[request.prompt], request.sampling) for request in asked)
+        allowed = 0
+        while _more_than(allowed, rate) > ALPHA:
+            allowed += 1
+        return found, min(allowed, len(asked) - 1)
+
+
+def _border_risk(place: Place, setting: Sampling) -> float:
+    p = -np.sort(-distribution(place, setting))
+    below, squares = np.cumsum(p), np.cumsum(p**2)
+    variance = (1 - below) ** 2 * squares + below**2 * np.maximum(squares[-1] - squares, 0.0)
+    error = math.sqrt(2) * RMS_FACTOR * place.rms / setting.temperature
+    return min(1.0, error * math.sqrt(2 / math.pi) * float(np.sum(np.sqrt(variance))))
+
+
+def _more_than(count: int, rate: float) -> float:
+    """P(more than ``count`` events) of a Poisson number with mean ``rate``."""
+    return (
+        1.0 - sum(math.exp(-rate + i * math.log(rate) - math.lgamma(i + 1)) for i in range(count + 1)) if rate else 0.0
+    )
+
 
 def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
     """Places of a model's own prompts, and settings under which a wrong one shows.

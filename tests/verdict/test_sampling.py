@@ -168,6 +168,32 @@ def test_an_end_token_that_is_left_out_still_counts(planned: Plan) -> None:
     assert "2 of the draws did not come: no generated token id came back" in found.detail
 
 
+@pytest.mark.requirement(98)
+def test_one_seed_differs_by_rounding_only(planned: Plan) -> None:
+    """Walks through the same random numbers: errors of the size that is assumed stay within, other seeds do not."""
+    requests = planned.requests(planned.plain)[:64]
+    places = {one.tokens: one for one in planned.places}
+
+    def answers(seed: int, salt: int = 0) -> dict[str, Response]:
+        rng = np.random.default_rng(seed)
+        noise = {one.tokens: rng.normal(0, one.rms, VOCAB) for one in planned.places}
+        found = {}
+        for request in requests:
+            one = places[request.prompt]
+            order = np.argsort(-one.logits, kind="stable")
+            total = np.cumsum(distribution(replace(one, logits=one.logits + noise[one.tokens]), planned.plain)[order])
+            uniform = np.random.Generator(np.random.Philox(key=request.sampling.seed + salt)).random()
+            found[request.id] = Response(request.id, 3, (int(order[np.searchsorted(total, uniform * total[-1])]),))
+        return found
+
+    first = answers(0)
+    for seed in range(1, 20):
+        differ, allowed = planned.differing(requests, first, answers(seed))
+        assert differ <= allowed < 16
+    differ, allowed = planned.differing(requests, first, answers(1, salt=1 << 20))
+    assert differ > 2 * allowed
+
+
 def test_looks_add_up_and_every_seed_is_new(planned: Plan) -> None:
     seeds = [
         (request.prompt, request.sampling.seed)
