@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,8 +57,10 @@ class ItemState:
     phases: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
     """How often the item began: more than once where another plugin reruns it."""
-    first: tuple[Status, str] | None = None
-    """Of a rerun item, the earliest verdict that was not green."""
+    last: CaseResult | None = None
+    """What the attempt before this one came to."""
+    first: CaseResult | None = None
+    """Of a rerun item, the earliest result that was not green; it stands."""
     evidence: Any = None
     """What its attempts have sampled so far."""
 
@@ -66,11 +68,10 @@ class ItemState:
         """A new attempt. What an earlier one came to stays if that was not green, unless it only lacked samples: those
         may be added."""
         self.attempts += 1
-        if self.attempts == 1:
+        if self.last is None:
             return
-        status = self.status or Status.PASS
-        if self.first is None and status not in GREEN and status is not Status.INCONCLUSIVE:
-            self.first = status, self.reason
+        if self.first is None and self.last.status not in GREEN and self.last.status is not Status.INCONCLUSIVE:
+            self.first = self.last
         if self.evidence is not None:
             self.evidence.attempts = self.attempts - 1
         self.status, self.reason, self.pending, self.divergence = None, "", None, None
@@ -80,11 +81,8 @@ class ItemState:
         """The verdict of an earlier attempt, which stands whatever this one came to."""
         if self.first is None:
             return None
-        status, reason = self.first
-        return (
-            status,
-            f"{reason} (run {self.attempts} times by another plugin: a rerun adds evidence, it forgives nothing)",
-        )
+        how = f"run {self.attempts} times by another plugin: a rerun adds evidence, it forgives nothing"
+        return self.first.status, f"{self.first.reason} ({how})"
 
     def observe(self, report: pytest.TestReport) -> None:
         """Take note of one phase's outcome, as pytest saw it."""
@@ -102,7 +100,11 @@ class ItemState:
             self.status, self.reason = Status.UNSUPPORTED, _last_line(report)
 
     def result(self) -> CaseResult:
-        """What the item came to."""
+        """What the item came to; of a rerun one, what the attempt whose verdict stands had measured."""
+        standing = self.standing()
+        if self.first is not None and standing is not None:
+            status, reason = standing
+            return replace(self.first, status=status, reason=reason, attempts=self.attempts, seconds=self.seconds)
         judge = self.judge
         divergence = self.divergence or getattr(judge, "divergence", None)
         used = set(getattr(judge, "observables", ()) or ()) or (self.target.observables_used if self.target else set())

@@ -215,7 +215,7 @@ class Runner:
         )
         self._announce(state.cell)
         result = yield
-        item.stash[STATE] = replace(item.stash[STATE], evidence=None)
+        item.stash[STATE] = replace(item.stash[STATE], evidence=None, last=None, first=None)
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
         if following is None or following.cell != state.cell:
             self.host.close()
@@ -288,7 +288,7 @@ class Runner:
             case = state.result()
             report.__dict__[CASE] = case_to_json(case)
             report.user_properties.extend(_properties(case))
-            item.stash[STATE] = replace(state, judge=None, target=None, model=None, reference=None)
+            item.stash[STATE] = replace(state, judge=None, target=None, model=None, reference=None, last=case)
             if state.mark.blocks and state.cell is not None and case.status in (Status.FAIL, Status.ERROR):
                 self._blocked.setdefault((case.model, case.layout, case.precision), case.case)
         return report

@@ -39,7 +39,7 @@ _REFERENCE = 8
 _LONGEST = 24
 _TEMPERATURES = (0.35, 0.5, 0.7, 1.4, 2.0)
 """Not 1, which an engine that ignores it would use."""
-_TOP_K = (3, 5, 8)
+_TOP_K = (3, 4, 5, 6, 7, 8)
 _TOP_P = 0.8
 
 
@@ -137,8 +137,8 @@ def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
     """Places of a model's own prompts, and settings under which a wrong one shows.
 
     The temperature is the one at which log-probabilities spread most: their variance is the information that a draw
-    has about it; so for ``top_k``. Raises Verdict unknown where no position is certified, or where nothing is known
-    of the whole distribution.
+    has about it. ``top_k`` is the one beyond which one candidate more would show most. Raises Verdict unknown where
+    no position is certified, or where nothing is known of the whole distribution.
     """
     if getattr(reference, "oracle", None) is None:
         raise Verdict(
@@ -157,8 +157,13 @@ def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
         return sum(_moments(place, Sampling(temperature))[1] for place in found)
 
     temperature = max(_TEMPERATURES, key=spread)
-    # The smallest filter takes most away; it must leave something to be drawn, in which a top_p after it bites.
-    top_k = max(_TOP_K, key=lambda k: sum(_moments(place, Sampling(1.0, top_k=k))[1] for place in found))
+
+    def shows(k: int) -> float:
+        """How often one candidate too many would be drawn and be none that rounding lets in."""
+        one_more = Sampling(1.0, top_k=k + 1)
+        return sum(float(distribution(p, one_more)[~drawable(p, Sampling(1.0, top_k=k))].sum()) for p in found)
+
+    top_k = max(_TOP_K, key=shows)
     end = model.config.get("eos_token_id")
     return Plan(tuple(found), temperature, top_k, end if isinstance(end, int) else -1, attempt)
 

@@ -341,7 +341,7 @@ def permutation_test(
     1993): the difference of mean values, which is the score test against a wrong temperature and sees mass that moved
     to or from the tail, and the frequencies of tokens, which see anything else. Labels are permuted within each
     prompt, so no prompt's own distribution plays a part, and the p-value is exact for any number of draws, up to the
-    Monte Carlo error of max(2000, 2 / alpha) permutations.
+    Monte Carlo error of max(2000, 1 / alpha) permutations.
 
     The margins are what a healthy target may show: they are taken off the statistics of the sample, not off those of
     its permutations. ``surprise_margin`` is a difference of means, ``frequency_margin`` an increase of the sum of
@@ -372,7 +372,7 @@ def permutation_test(
     observed = max(first, second)
     rng = np.random.Generator(np.random.Philox(key=seed))
     reached = done = 0
-    while done < max(_PERMUTATIONS, int(2 / alpha)) and reached < _EXCEEDED:
+    while done < max(_PERMUTATIONS, math.ceil(1 / alpha)) and reached < _EXCEEDED:
         drawn = [table.permuted(rng, _BATCH) for table in tables]
         reached += int(np.sum(np.maximum(*scores(drawn, 0.0, 0.0)) >= observed))
         done += _BATCH

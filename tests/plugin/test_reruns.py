@@ -90,6 +90,8 @@ def test_a_rerun_forgives_nothing(folder: Folder, write: Write) -> None:
     }
     assert "wrong at first" in cases["test_assertion"]["reason"]
     assert "run 3 times by another plugin: a rerun adds evidence, it forgives nothing" in cases["test_judged"]["reason"]
+    (broken,) = cases["test_judged"]["measurements"]
+    assert (broken["metric"], broken["ok"]) == ("kept", False)
     assert "run again by another plugin: 4; reruns add evidence, an earlier verdict stands" in text
     assert result.parseoutcomes() == {"failed": 4, "passed": 1, "rerun": 8}
 
@@ -114,8 +116,12 @@ def test_samples_of_reruns_add_up(folder: Folder, write: Write) -> None:
     (case,) = folder.report()["cases"]
     assert result.ret == 1
     gate = next(one for one in case["measurements"] if one["metric"] == "sample.task")
-    assert (case["status"], case["attempts"], gate["compared"]) == ("fail", 3, 6 * 4 * 3)
-    assert "36 of 72 answers are wrong" in gate["detail"]
+    assert (case["status"], case["attempts"], gate["compared"]) == (
+        "fail",
+        3,
+        2 * 6 * 4,
+    )  # decided at the second attempt
+    assert "24 of 48 answers are wrong" in gate["detail"]
 
 
 @pytest.mark.requirement(98, 113)
