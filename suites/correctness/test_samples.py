@@ -16,7 +16,7 @@ GREEDY = {
 
 
 @pytest.mark.requirement(50, 113, 119)
-@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=150, tokens=48)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, profile="day0", requests=150, tokens=48)
 def test_samples_follow_the_distribution(target, model, precision, reference, judge):
     """One token after each of a few prompts, with many seeds, until it is certain that the temperature is right."""
     planned = plan(model, reference, precision, judge.attempt)
@@ -28,7 +28,7 @@ def test_samples_follow_the_distribution(target, model, precision, reference, ju
 
 
 @pytest.mark.requirement(50, 113)
-@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, requests=450, tokens=48)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, profile="day0", requests=450, tokens=48)
 def test_filters_keep_the_tokens_that_they_name(target, model, precision, reference, judge):
     """top_k, top_p, and top_p of what top_k has left: nothing else is drawn, and what is left keeps its odds."""
     planned = plan(model, reference, precision, judge.attempt)

@@ -10,7 +10,12 @@ MOST = PROMPTS << (LOOKS - 1)
 
 @pytest.mark.requirement(113, 114, 117)
 @pytest.mark.adapt(
-    rung="correct", needs=("logits", "score", "topk"), classes=("odd", "wide", "aligned", ""), requests=4, tokens=48
+    rung="correct",
+    needs=("logits", "score", "topk"),
+    classes=("odd", "wide", "aligned", ""),
+    profile="day0",
+    requests=4,
+    tokens=48,
 )
 def test_many_short_prompts_are_predicted_alike(target, model, precision, reference, judge):
     """Likelihood, divergence and most probable tokens of fresh random prompts, where routing may flip too; more prompts
