@@ -360,8 +360,8 @@ class Runner:
         from pytest_adapt.verdict.judge import Judge
 
         state = item.stash[STATE]
-        said = {} if info is None else {"rounds": info.rounds, "router": info.router}
-        made = Judge(precision, **said, evidence=state.evidence)
+        rounds, router = ("eager", "fp32") if info is None else (info.rounds, info.router)
+        made = Judge(precision, rounds=rounds, router=router, evidence=state.evidence)
         state.judge, state.evidence = made, made.evidence
         return made
 

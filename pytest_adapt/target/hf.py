@@ -147,10 +147,16 @@ class HfTarget:
         started = time.perf_counter()
         limit = max(1, self._deployment.feature("batch"))
         group: list[Request] = []
+        # Prompt -> logits after it, of requests for one token alone: with other seeds it is drawn from them again.
+        rows: dict[tuple[int, ...], torch.Tensor] = {}
         for request in requests:
             wrong = self._abnormal(request)
             if wrong:
                 yield Response(request.id, len(request.prompt), finish="abort", error=wrong)
+                continue
+            alone = request.max_new_tokens == 1 and request.first_row >= len(request.prompt) - 1
+            if alone and limit == 1 and request.want <= {"text"}:
+                yield self._drawn(request, rows, started)
                 continue
             group.append(request)
             if len(group) == limit:
@@ -256,6 +262,20 @@ class HfTarget:
         seconds = time.perf_counter() - given
         for sequence in running:
             yield self._response(sequence, seconds)
+
+    def _drawn(self, request: Request, rows: dict[tuple[int, ...], torch.Tensor], given: float) -> Response:
+        """One token after a prompt; ``rows`` keeps what was computed for it."""
+        import torch
+
+        sequence = _Sequence(request, given)
+        if request.prompt in rows:
+            sequence.logits = [rows[request.prompt]]
+            self._extend(sequence, _generator(request.sampling))
+        else:
+            with torch.inference_mode():
+                self._execute([sequence])
+            rows[request.prompt] = sequence.logits[-1][-1:]
+        return self._response(sequence, time.perf_counter() - given)
 
     def _execute(self, running: list[_Sequence]) -> None:
         """Feed the prompts, then one token of each at a time until all are done."""

@@ -86,11 +86,11 @@ class Plan:
             "top_k and top_p": Sampling(1.0, top_k=self.top_k, top_p=_TOP_P),
         }
 
-    def requests(self, setting: Sampling, look: int = 0) -> list[Request]:
-        """The draws of one look, places in turn; each look after the first has as many as all before it."""
-        first = _DRAWS << (look - 1) if look else 0
+    def requests(self, setting: Sampling, look: int = 0, draws: int = _DRAWS) -> list[Request]:
+        """The draws of one look, places in turn: ``draws`` of each, and at a later look as many as all before it."""
+        first = draws << (look - 1) if look else 0
         asked = []
-        for number in range(first, _DRAWS << look):
+        for number in range(first, draws << look):
             for index, place in enumerate(self.places):
                 seed = ((self.attempt * _PLACES + index) << 16) + number + 1
                 drawn = Sampling(setting.temperature, setting.top_k, setting.top_p, seed)

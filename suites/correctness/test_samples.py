@@ -28,12 +28,12 @@ def test_samples_follow_the_distribution(target, model, precision, reference, ju
 
 
 @pytest.mark.requirement(50, 113)
-@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, profile="day0", requests=450, tokens=48)
+@pytest.mark.adapt(rung="correct", needs=("text",), classes=CLASSES, profile="day0", requests=230, tokens=48)
 def test_filters_keep_the_tokens_that_they_name(target, model, precision, reference, judge):
     """top_k, top_p, and top_p of what top_k has left: nothing else is drawn, and what is left keeps its odds."""
     planned = plan(model, reference, precision, judge.attempt)
     for label, setting in planned.filtered.items():
-        requests = planned.requests(setting)
+        requests = planned.requests(setting, draws=64)
         answers = target.run(requests)
         refused = [answer.error for answer in answers.values() if answer.error is not None]
         if len(refused) == len(requests) and target.kind == "endpoint":
@@ -46,7 +46,7 @@ def test_filters_keep_the_tokens_that_they_name(target, model, precision, refere
 def test_a_seed_decides_the_sample(target, model, precision, reference, judge):
     """Whatever runs beside it, and at whichever place of a batch; other seeds give other samples."""
     planned = plan(model, reference, precision, judge.attempt)
-    requests = planned.requests(planned.plain)[: 6 * len(planned.places)]
+    requests = planned.requests(planned.plain, draws=6)
     alone = {request.id: target.run([request])[request.id] for request in requests}
     runs = {
         "each alone again": {request.id: target.run([request])[request.id] for request in requests},

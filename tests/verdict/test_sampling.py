@@ -30,18 +30,18 @@ def place(number: int, error: float = 0.01) -> Place:
 
 @pytest.fixture
 def planned() -> Plan:
-    return Plan(tuple(place(number) for number in range(8)), 1.4, 5, end=VOCAB - 1)
+    return Plan(tuple(place(number) for number in range(8)), 1.4, 3, end=VOCAB - 1)
 
 
 Change = Callable[[Sampling], Sampling]
 
 
-def ask(planned: Plan, setting: Sampling, change: Change, looks: int = 1, seed: int = 0) -> Draws:
+def ask(planned: Plan, setting: Sampling, change: Change, looks: int = 1, seed: int = 0, draws: int = 128) -> Draws:
     """Draws of a target that takes ``change(setting)`` for what it was asked."""
     rng = np.random.default_rng(seed)
     drawn = Draws(setting, "asked")
     for look in range(looks):
-        requests = planned.requests(setting, look)
+        requests = planned.requests(setting, look, draws)
         answers = {}
         for one in planned.places:
             asked = [request.id for request in requests if request.prompt == one.tokens]
@@ -66,7 +66,7 @@ def test_a_right_sampler_passes_and_says_what_it_would_have_seen(planned: Plan) 
     assert found["sample.temperature"].budget == math.log(CONCERN)
     assert "with power 0.8 at alpha 2.5e-05" in found["sample.temperature"].detail
     for setting in planned.filtered.values():
-        found = by_name(ask(planned, setting, lambda setting: setting))
+        found = by_name(ask(planned, setting, lambda setting: setting, draws=64))
         assert all(one.ok for one in found.values()), found
         assert "without the filter one would be with probability 1" in found["sample.support"].detail
 
@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_filters_fail(planned: Plan, what: str) -> None:
     label, change = WRONG[what]
-    found = by_name(ask(planned, planned.filtered[label], change))
+    found = by_name(ask(planned, planned.filtered[label], change, draws=64))
     failed = [one for one in found.values() if not one.ok]
     assert failed and all(one.settled for one in failed), found
 
