@@ -17,7 +17,8 @@ from .errors import LayoutError
 
 __all__ = ["Layout", "check", "span"]
 
-_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,4})")
+_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,3})")
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,14 @@ class Layout:
             if found is None or found[1] in sizes or any(axes.index(name) > axes.index(found[1]) for name in sizes):
                 order = ", ".join(axes)
                 raise LayoutError(
-                    f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size; "
-                    "write for example tp2.ep4"
+                    f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size "
+                    "(1 to 9999); write for example tp2.ep4"
                 )
             sizes[found[1]] = int(found[2])
-        return cls(**sizes)
+        layout = cls(**sizes)
+        if layout.world > _MOST_RANKS:
+            raise LayoutError(f"layout {text!r}: {layout.world} ranks are more than {_MOST_RANKS}")
+        return layout
 
     @property
     def least_dp(self) -> int:

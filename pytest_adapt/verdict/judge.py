@@ -112,7 +112,7 @@ class Judge:
         certified = emulation.certified[rows]
         self._count(certified)
         shown = [("logits", response.logits), ("topk", response.topk)]
-        numeric = [name for name, value in shown if value is not None][:1]
+        numeric = [name for name, value in shown if value is not None]
         try:
             if not numeric and response.scores is None:
                 raise Problem("shown", "the response shows neither logits, scores nor top-k log-probabilities")
@@ -216,6 +216,17 @@ class Judge:
         picked = np.array([token for _, token in chosen], np.int64)
         self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
         self._count(emulation.certified[rows])
+
+    def told(self, prompt: str, response: Response, readings: Sequence[str]) -> None:
+        """Text shown beside generated token ids must be one of the tokenizer's ``readings`` of them.
+
+        Bytes of a character that is not complete, and space around the text, are shown in many ways: they do not count.
+        """
+        if self._refused(prompt, response) or response.text is None or not response.tokens or not readings:
+            return
+        text, *wanted = (" ".join(one.replace("\ufffd", " ").split()) for one in (response.text, *readings))
+        detail = f"the text is {text[:40]!r}, the generated ids read {wanted[0][:40]!r}"
+        self._add("told", float(text not in wanted), 0.0, text in wanted, "text", prompt, compared=1, detail=detail)
 
     def agree(self, what: str, first: Response, second: Response, record: Record | None) -> None:
         """Two answers of one target that must be the same but for rounding, at certified positions.

@@ -95,7 +95,9 @@ class Plan:
                 seed = ((self.attempt * _PLACES + index) << 16) + number + 1
                 drawn = Sampling(setting.temperature, setting.top_k, setting.top_p, seed)
                 name = f"{place.name}#{self.attempt}.{number}"
-                asked.append(Request(name, place.tokens, 1, sampling=drawn, first_row=len(place.tokens)))
+                # The end token is a token like any other; a server that stops at it has drawn it.
+                last = len(place.tokens)
+                asked.append(Request(name, place.tokens, 1, sampling=drawn, first_row=last, ignore_eos=False))
         return asked
 
     def differing(

@@ -181,8 +181,8 @@ def _require_finite(values: np.ndarray, positions: np.ndarray, what: str) -> Non
 
 
 def both_show(first: Response, second: Response) -> list[str]:
-    """Numeric observables that both show: the strongest of logits and top-k, and scores."""
-    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None][:1]
+    """Numeric observables that both show."""
+    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None]
     return names + (["score"] if first.scores is not None and second.scores is not None else [])
 
 
