@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_adapt.golden.record import Record, RecordError, divergence_terms
+from pytest_adapt.golden.record import Record, RecordError, divergence_terms, live_record
 from pytest_adapt.models.recall import Recall
 from pytest_adapt.models.walks import Walk
 from pytest_adapt.perf.timing import Round
@@ -24,7 +24,7 @@ from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.gates import Evidence
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
-from pytest_adapt.verdict.localise import compare_sites, with_ranks
+from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
 from pytest_adapt.verdict.pooling import (
     Matches,
     cosine_gap,
@@ -151,7 +151,7 @@ class Judge:
             reason = f"rows start at token {response.first_row}; sites are followed from token 0: ask for every row"
             self._broken(prompt, Problem("rows", reason, response.first_row))
             return
-        unknown = [name for name in taps if not _known_site(name)]
+        unknown = [name for name in taps if not known_site(name)]
         if unknown:
             self._broken(
                 prompt, Problem("shape", f"unknown site {unknown[0]!r}; sites are listed in pytest_adapt.sites")
@@ -194,9 +194,7 @@ class Judge:
             return
         fed = (*tokens, *response.tokens[:-1])
         try:
-            record = (
-                reference if isinstance(reference, Record) else _live_record(reference, prompt, fed, self.precision)
-            )
+            record = reference if isinstance(reference, Record) else live_record(reference, prompt, fed, self.precision)
             emulation = record.emulation(self.precision)
         except RecordError as problem:
             self._broken(prompt, Problem("record", str(problem)))
@@ -601,18 +599,3 @@ class Judge:
         self._done.append(
             Measurement(metric, value, budget, ok, observable, prompt, position, compared=compared, detail=detail)
         )
-
-
-def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str) -> Record:
-    from pytest_adapt.golden.record import RecordKey, make_record, tokens_digest
-
-    key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
-    return make_record(oracle, key, tokens, (precision,))
-
-
-def _known_site(name: str) -> bool:
-    try:
-        order_key(name)
-    except ValueError:
-        return False
-    return True

@@ -23,7 +23,7 @@ from pytest_adapt.verdict.result import Divergence, Measurement
 if TYPE_CHECKING:
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["SiteReport", "compare_sites", "error_scale", "with_ranks"]
+__all__ = ["SiteReport", "compare_sites", "error_scale", "known_site", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -187,6 +187,15 @@ class _SiteView:
             element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+
+def known_site(name: str) -> bool:
+    """Whether the vocabulary has such a site."""
+    try:
+        order_key(name)
+    except ValueError:
+        return False
+    return True
 
 
 def with_ranks(divergence: Divergence | None, response: Response) -> Divergence | None:
