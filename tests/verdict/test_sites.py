@@ -460,4 +460,4 @@ def test_the_error_that_masks_assume_is_measured_where_logits_are_shown(bench: A
     noisy.against_record("p", answer, record)
     assert "certified.error" in {one.metric for one in noisy.failures()}
     (tokens_compared,) = healthy.flips
-    assert (tokens_compared.kind, tokens_compared.compared) == ("token", found.compared)
+    assert (tokens_compared.kind, tokens_compared.compared) == ("token", 2 * found.compared)  # logits and top-k
