@@ -412,12 +412,13 @@ def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
         return int(torch.nonzero(row == row.max())[0]) if not torch.isnan(row).any() else int(row.argmax())
     order = torch.sort(row / sampling.temperature, descending=True, stable=True)
     probabilities = torch.softmax(order.values, dim=-1)
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
     if sampling.top_k:
-        keep[sampling.top_k :] = False
+        probabilities[sampling.top_k :] = 0.0
     if sampling.top_p < 1:
-        keep &= probabilities.cumsum(-1) - probabilities < sampling.top_p
-    drawn = torch.multinomial(probabilities * keep, 1, generator=generator)
+        # Of what top_k has left, as transformers' own filters do one after the other.
+        probabilities /= probabilities.sum()
+        probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
     return int(order.indices[drawn])
 
 

@@ -373,8 +373,8 @@ def permutation_test(
     rng = np.random.Generator(np.random.Philox(key=seed))
     reached = done = 0
     while done < max(_PERMUTATIONS, math.ceil(1 / alpha)) and reached < _EXCEEDED:
-        drawn = [table.permuted(rng, _BATCH) for table in tables]
-        reached += int(np.sum(np.maximum(*scores(drawn, 0.0, 0.0)) >= observed))
+        shuffled = [table.permuted(rng, _BATCH) for table in tables]
+        reached += int(np.sum(np.maximum(*scores(shuffled, 0.0, 0.0)) >= observed))
         done += _BATCH
     moved = sum(float(table.excess(table.counts[None])[0]) / table.held for table in tables)
     return TwoSample((1 + reached) / (1 + done), moved / number, first, second, done)
