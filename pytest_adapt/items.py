@@ -8,13 +8,14 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_adapt.matrix import Cell, Mark
-from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Flips, Measurement, Status
+from pytest_adapt.verdict.status import GREEN
 
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
@@ -69,6 +70,34 @@ class ItemState:
     seconds: float = 0.0
     open_seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
+    attempts: int = 0
+    """How often the item began: more than once where another plugin reruns it."""
+    last: CaseResult | None = None
+    """What the attempt before this one came to."""
+    first: CaseResult | None = None
+    """Of a rerun item, the earliest result that was not green; it stands."""
+    evidence: Any = None
+    """What its attempts have sampled so far."""
+
+    def begin(self) -> None:
+        """A new attempt. What an earlier one came to stays if that was not green, unless it only lacked samples: those
+        may be added."""
+        self.attempts += 1
+        if self.last is None:
+            return
+        if self.first is None and self.last.status not in GREEN and self.last.status is not Status.INCONCLUSIVE:
+            self.first = self.last
+        if self.evidence is not None:
+            self.evidence.attempts = self.attempts - 1
+        self.status, self.reason, self.pending, self.divergence = None, "", None, None
+        self.phases = {}
+
+    def standing(self) -> tuple[Status, str] | None:
+        """The verdict of an earlier attempt, which stands whatever this one came to."""
+        if self.first is None:
+            return None
+        how = f"run {self.attempts} times by another plugin: a rerun adds evidence, it forgives nothing"
+        return self.first.status, f"{self.first.reason} ({how})"
 
     def observe(self, report: pytest.TestReport) -> None:
         """Take note of one phase's outcome, as pytest saw it."""
@@ -86,7 +115,11 @@ class ItemState:
             self.status, self.reason = Status.UNSUPPORTED, _last_line(report)
 
     def result(self) -> CaseResult:
-        """What the item came to."""
+        """What the item came to; of a rerun one, what the attempt whose verdict stands had measured."""
+        standing = self.standing()
+        if self.first is not None and standing is not None:
+            status, reason = standing
+            return replace(self.first, status=status, reason=reason, attempts=self.attempts, seconds=self.seconds)
         judge = self.judge
         divergence = self.divergence or getattr(judge, "divergence", None)
         used = set(getattr(judge, "observables", ()) or ()) or (self.target.observables_used if self.target else set())
@@ -106,7 +139,9 @@ class ItemState:
             waiver=self.waiver,
             measurements=list(getattr(judge, "measurements", ())),
             figures=list(getattr(judge, "figures", ())),
+            flips=list(getattr(judge, "flips", ())),
             divergence=divergence,
+            attempts=max(1, self.attempts),
             requirements=self.requirements,
             seconds=self.seconds,
             open_seconds=self.open_seconds,
@@ -159,6 +194,7 @@ def case_from_json(text: str) -> CaseResult:
     raw["status"] = Status(raw["status"])
     raw["measurements"] = [Measurement(**one) for one in raw["measurements"]]
     raw["figures"] = [Figure(**{**one, "samples": tuple(one["samples"])}) for one in raw["figures"]]
+    raw["flips"] = [Flips(**one) for one in raw["flips"]]
     if found := raw["divergence"]:
         lists = {name: tuple(found[name]) for name in ("element", "ranks")}
         raw["divergence"] = Divergence(**{**found, **lists})

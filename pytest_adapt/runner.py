@@ -277,7 +277,6 @@ class Runner:
         state.requirements = tuple(
             sorted({int(number) for mark in item.iter_markers("requirement") for number in mark.args})
         )
-        self.host.deadline = time.monotonic() + self.settings.timeout
         self._announce(state.cell)
         reached = self.host.reached
         self.heartbeat.begin(state.case)
@@ -287,6 +286,7 @@ class Runner:
             self.heartbeat.end()
         if self.host.reached > reached and state.cell is not None:
             self.collector.exercised.add((state.cell.model, state.cell.layout))
+        item.stash[STATE] = replace(item.stash[STATE], evidence=None, last=None, first=None)
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
         if following is None or following.cell != state.cell:
             self.host.close()
@@ -301,6 +301,8 @@ class Runner:
         state = item.stash.get(STATE, None)
         if state is None:
             return (yield)
+        state.begin()
+        self.host.deadline = time.monotonic() + self.settings.timeout
         # Our fixtures raise what is pending; it becomes a verdict in the call phase.
         state.pending = self._gate(state)
         try:
@@ -323,17 +325,25 @@ class Runner:
                 state.target.check()
             result = yield
             self._conclude(state)
-            return result
-        except (Exception, pytest.fail.Exception) as error:
+            if state.standing() is None:
+                return result
+            verdict: tuple[Status, str] | None = None
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+            if isinstance(error, pytest.skip.Exception) and state.first is None:
+                raise
             verdict = _verdict(error)
-            if verdict is None:
-                waiver = self.waivers.find(state.case) if self.waivers else None
-                if waiver is None:
-                    raise
+            waiver = self.waivers.find(state.case) if verdict is None and self.waivers else None
+            if verdict is None and waiver is None and state.first is None:
+                raise
+            state.required &= not getattr(error, "optional", False) or self.kind == "release"
+            if verdict is None and waiver is not None:
                 verdict = (Status.WAIVED, f"{type(error).__name__}: {error} ({waiver})")
                 state.waiver = waiver.number
-            state.required &= not getattr(error, "optional", False) or self.kind == "release"
+            elif verdict is None:
+                verdict = (Status.FAIL, f"{type(error).__name__}: {error}")
         # Outside the handler, so that pytest shows no chain of exceptions.
+        verdict = state.standing() or verdict
+        assert verdict is not None
         self._end(state, *verdict)
         return None
 
@@ -351,7 +361,7 @@ class Runner:
             case = state.result()
             report.__dict__[CASE] = case_to_json(case)
             report.user_properties.extend(_properties(case))
-            item.stash[STATE] = replace(state, judge=None, target=None, model=None, reference=None)
+            item.stash[STATE] = replace(state, judge=None, target=None, model=None, reference=None, last=case)
             if state.mark.blocks and state.cell is not None and case.status in (Status.FAIL, Status.ERROR):
                 self._blocked.setdefault((case.model, case.layout, case.precision), case.case)
         return report
@@ -428,8 +438,10 @@ class Runner:
     def judge(self, item: pytest.Item, precision: str, info: Info | None) -> Any:
         from pytest_adapt.verdict.judge import Judge
 
-        made = Judge(precision) if info is None else Judge(precision, rounds=info.rounds, router=info.router)
-        item.stash[STATE].judge = made
+        state = item.stash[STATE]
+        rounds, router = ("eager", "fp32") if info is None else (info.rounds, info.router)
+        made = Judge(precision, rounds=rounds, router=router, evidence=state.evidence)
+        state.judge, state.evidence = made, made.evidence
         return made
 
     # verdicts
@@ -451,6 +463,8 @@ class Runner:
         self.references.observe(state)
         if judge is not None and judge.undecided:
             raise Verdict(Status.UNKNOWN, judge.message())
+        if judge is not None and judge.inconclusive:
+            raise Verdict(Status.INCONCLUSIVE, judge.message())
         if judge is not None and judge.failures():
             self._localise(state)
             self.references.keep_observed(state)

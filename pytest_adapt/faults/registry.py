@@ -149,11 +149,24 @@ def catalogue() -> Mapping[str, Fault]:
         precision,
         rotary,
         routing,
+        sampling,
         scheduling,
         weights,
     )
 
-    modules = (attention, layouts, leaks, long_context, norms, precision, rotary, routing, scheduling, weights)
+    modules = (
+        attention,
+        layouts,
+        leaks,
+        long_context,
+        norms,
+        precision,
+        rotary,
+        routing,
+        sampling,
+        scheduling,
+        weights,
+    )
     entries = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):

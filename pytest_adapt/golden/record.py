@@ -30,6 +30,7 @@ __all__ = [
     "RecordKey",
     "answer_errors",
     "content_digest",
+    "live_record",
     "make_record",
     "tokens_digest",
 ]
@@ -393,6 +394,12 @@ def make_record(
         expert_ids={layer: np.asarray(chosen)[positions].astype(np.uint16) for layer, chosen in exact.ids.items()},
         errors=errors,
     )
+
+
+def live_record(oracle: Any, prompt: str, tokens: Iterable[int], precision: str) -> Record:
+    """The record of tokens that a target generated, which no store has."""
+    fed = tuple(tokens)
+    return make_record(oracle, RecordKey("live", "generated", "", "", tokens_digest(fed)), fed, (precision,))
 
 
 def _errors(

@@ -197,6 +197,8 @@ class Collector:
         )
 
     def _finished(self, case: CaseResult) -> None:
+        if case.attempts > 1:  # the last attempt holds what the earlier ones came to
+            self.cases = [one for one in self.cases if one.case != case.case]
         self.cases.append(case)
         self.runner.config.hook.pytest_adapt_case_finished(case=case)
 

@@ -55,6 +55,12 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
         rest = len(found) - _MOST_CLUSTERS
         lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
     lines += _waiver_lines(collector)
+    again = sum(case.attempts > 1 for case in cases)
+    if again:
+        lines.append((f"run again by another plugin: {again}; reruns add evidence, an earlier verdict stands", {}))
+    flips = _flips_line(cases)
+    if flips:
+        lines.append((flips, {}))
     missing = _not_shown(cases, collector.runner.timing_command)
     if missing:
         lines.append((missing, {}))
@@ -105,6 +111,21 @@ def _details(cluster: Cluster) -> list[str]:
     elif case.divergence is None and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
     return lines
+
+
+def _flips_line(cases: list[CaseResult]) -> str:
+    """``flips: 3 of 1204 router choices and 2 of 900 tokens with a certificate, 0 without``; "" where none did."""
+    found: dict[str, list[int]] = {}
+    for case in cases:
+        for one in case.flips:
+            counts = (one.compared, one.certified, one.uncertified)
+            found[one.kind] = [a + b for a, b in zip(found.get(one.kind, [0, 0, 0]), counts, strict=True)]
+    names = {"router": "router choices", "token": "tokens"}
+    shown = [f"{found[kind][1]} of {found[kind][0]} {name}" for kind, name in names.items() if kind in found]
+    without = sum(counts[2] for counts in found.values())
+    if not without and not sum(counts[1] for counts in found.values()):
+        return ""
+    return f"flips: {' and '.join(shown)} with a certificate, {without} without"
 
 
 def _figure_lines(cases: list[CaseResult]) -> list[str]:

@@ -153,10 +153,16 @@ class HfTarget:
         started = time.perf_counter()
         limit = max(1, self._deployment.feature("batch"))
         group: list[Request] = []
+        # Prompt -> logits after it, of requests for one token alone: with other seeds it is drawn from them again.
+        rows: dict[tuple[int, ...], torch.Tensor] = {}
         for request in requests:
             wrong = self._abnormal(request)
             if wrong:
                 yield Response(request.id, len(request.prompt), finish="abort", error=wrong)
+                continue
+            alone = request.max_new_tokens == 1 and request.first_row >= len(request.prompt) - 1
+            if alone and limit == 1 and request.want <= {"text"}:
+                yield self._drawn(request, rows, started)
                 continue
             group.append(request)
             if len(group) == limit:
@@ -270,6 +276,20 @@ class HfTarget:
         seconds = time.perf_counter() - given
         for sequence in running:
             yield self._response(sequence, seconds)
+
+    def _drawn(self, request: Request, rows: dict[tuple[int, ...], torch.Tensor], given: float) -> Response:
+        """One token after a prompt; ``rows`` keeps what was computed for it."""
+        import torch
+
+        sequence = _Sequence(request, given)
+        if request.prompt in rows:
+            sequence.logits = [rows[request.prompt]]
+            self._extend(sequence, _generator(request.sampling))
+        else:
+            with torch.inference_mode():
+                self._execute([sequence])
+            rows[request.prompt] = sequence.logits[-1][-1:]
+        return self._response(sequence, time.perf_counter() - given)
 
     def _execute(self, running: list[_Sequence]) -> None:
         """Feed the prompts, then one token of each at a time until all are done."""
@@ -406,12 +426,13 @@ def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
         return int(torch.nonzero(row == row.max())[0]) if not torch.isnan(row).any() else int(row.argmax())
     order = torch.sort(row / sampling.temperature, descending=True, stable=True)
     probabilities = torch.softmax(order.values, dim=-1)
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
     if sampling.top_k:
-        keep[sampling.top_k :] = False
+        probabilities[sampling.top_k :] = 0.0
     if sampling.top_p < 1:
-        keep &= probabilities.cumsum(-1) - probabilities < sampling.top_p
-    drawn = torch.multinomial(probabilities * keep, 1, generator=generator)
+        # Of what top_k has left, as transformers' own filters do one after the other.
+        probabilities /= probabilities.sum()
+        probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
     return int(order.indices[drawn])
 
 

@@ -336,6 +336,9 @@ class OpenAITarget:
         if sampling.temperature:
             body["seed"] = sampling.seed
             body["top_p"] = sampling.top_p
+            if dialect.extras:
+                # Servers have filters that hold where nothing is said (llama-cpp-python: top_k 40, min_p 0.05).
+                body |= {"top_k": 0, "min_p": 0.0}
             if sampling.top_k:
                 body["top_k"] = sampling.top_k
         if dialect.extras:

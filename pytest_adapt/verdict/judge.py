@@ -13,29 +13,41 @@ from typing import Any
 
 import numpy as np
 
-from pytest_adapt.golden.record import Record, RecordError, divergence_terms
+from pytest_adapt.golden.record import Record, RecordError, divergence_terms, live_record
 from pytest_adapt.models.recall import Recall
 from pytest_adapt.models.walks import Walk
 from pytest_adapt.perf.timing import Round
 from pytest_adapt.sites import layer_of, order_key
-from pytest_adapt.target.protocol import Response
+from pytest_adapt.target.protocol import Request, Response
 from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
+from pytest_adapt.verdict.gates import Evidence
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
-from pytest_adapt.verdict.localise import compare_sites, with_ranks
+from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
 from pytest_adapt.verdict.pooling import (
     Matches,
     cosine_gap,
     describe,
+    judge_assumption,
     judge_matches,
     judge_pooled,
     margin_below,
     quadratic_rows,
     rows_of,
 )
-from pytest_adapt.verdict.result import Divergence, Figure, Measurement
-from pytest_adapt.verdict.views import Problem, View, difference, follow, reference_view, view
+from pytest_adapt.verdict.result import Divergence, Figure, Flips, Measurement
+from pytest_adapt.verdict.sampling import Draws, Plan
+from pytest_adapt.verdict.views import (
+    Problem,
+    View,
+    both_show,
+    common_rows,
+    difference,
+    follow,
+    reference_view,
+    view,
+)
 
 __all__ = ["Judge"]
 
@@ -45,11 +57,17 @@ _SHOWN_LINES = 12
 class Judge:
     """Comparisons of one item at one precision ("fp32", "bf16" or "fp16").
 
-    ``rounds`` and ``router`` are what the target says of itself (`Info.rounds`, `Info.router`).
+    ``rounds`` and ``router`` are what the target says of itself (`Info.rounds`, `Info.router`). ``evidence`` is what
+    earlier attempts of the same item sampled.
     """
 
-    def __init__(self, precision: str, *, rounds: str = "eager", router: str = "fp32") -> None:
+    def __init__(
+        self, precision: str, *, rounds: str = "eager", router: str = "fp32", evidence: Evidence | None = None
+    ) -> None:
         self.precision = precision
+        self.evidence = Evidence() if evidence is None else evidence
+        self.attempt = self.evidence.attempts
+        """0, or how often the item ran before: samples are to be drawn anew."""
         self.rounds = rounds
         self.router = router
         self.divergence: Divergence | None = None
@@ -60,6 +78,8 @@ class Judge:
         self._pooled: dict[tuple[str, str], Comparison] = {}
         self._matches: dict[tuple[str, str], Matches] = {}
         self._certified = [0, 0]
+        self._choices = [0, 0, 0]
+        self._scores: dict[tuple[str, str], list[np.ndarray]] = {}
 
     # What a test calls -------------------------------------------------------------------------------------------
 
@@ -131,7 +151,7 @@ class Judge:
             reason = f"rows start at token {response.first_row}; sites are followed from token 0: ask for every row"
             self._broken(prompt, Problem("rows", reason, response.first_row))
             return
-        unknown = [name for name in taps if not _known_site(name)]
+        unknown = [name for name in taps if not known_site(name)]
         if unknown:
             self._broken(
                 prompt, Problem("shape", f"unknown site {unknown[0]!r}; sites are listed in pytest_adapt.sites")
@@ -151,6 +171,8 @@ class Judge:
             self.router,
         )
         self._done += report.measurements
+        counts = (report.choices, report.certified, report.uncertified)
+        self._choices = [seen + new for seen, new in zip(self._choices, counts, strict=True)]
         self._found(with_ranks(report.divergence, response))
 
     def recalled(self, prompt: str, response: Response, recall: Recall, record: Record) -> None:
@@ -172,9 +194,7 @@ class Judge:
             return
         fed = (*tokens, *response.tokens[:-1])
         try:
-            record = (
-                reference if isinstance(reference, Record) else _live_record(reference, prompt, fed, self.precision)
-            )
+            record = reference if isinstance(reference, Record) else live_record(reference, prompt, fed, self.precision)
             emulation = record.emulation(self.precision)
         except RecordError as problem:
             self._broken(prompt, Problem("record", str(problem)))
@@ -222,14 +242,14 @@ class Judge:
         except RecordError as problem:
             self._broken(what, Problem("record", str(problem)))
             return
-        common = _common_rows(record, first, second)
+        common = common_rows(record, first, second)
         certified = emulation.certified[common]
         rows = common[certified]
-        if _both(first, second):
+        if both_show(first, second):
             self._count(certified)
         compared = False
         try:
-            for name in _both(first, second):
+            for name in both_show(first, second):
                 compared = True
                 self.observables.add(name)
                 self._agree_numeric(what, name, first, second, record, rows)
@@ -307,14 +327,61 @@ class Judge:
         if observable:
             self.observables.add(observable)
 
+    def sample(self, prompt: str, response: Response, record: Record, oracle: Any = None) -> None:
+        """One prompt's answer as a sample for the gates (`gates`): likelihood, divergence and most probable tokens.
+
+        Nothing is judged by itself; many short prompts are. With the ``oracle`` positions where routing may flip count
+        too, for the tokens: its own run in this precision is the noise floor there.
+        """
+        if self._refused(prompt, response):
+            return
+        try:
+            used = self.evidence.sample(prompt, response, record, self.precision, oracle)
+            if not used:
+                raise Problem("shown", "the response shows neither scores, predictions nor tokens")
+            self.observables |= used
+        except RecordError as problem:
+            self._broken(prompt, Problem("record", str(problem)))
+        except Problem as problem:
+            self._broken(prompt, problem)
+
+    def answered(
+        self, prompt: str, wrong: Sequence[bool], floor: Sequence[bool] = (), observable: str = "text"
+    ) -> None:
+        """A task of several questions for the gate on answers: which ones the target got wrong, and the reference
+        (none where its answers have a closed form)."""
+        self.observables.add(observable)
+        self.evidence.answered(prompt, wrong, floor or [False] * len(wrong), observable)
+
+    def drawn(self, planned: Plan, label: str, requests: Sequence[Request], answers: Mapping[str, Response]) -> None:
+        """Tokens that the target drew at a temperature above 0 (`sampling`); looks of one label add up."""
+        self.observables.add("text")
+        known = self.evidence.draws.setdefault(label, Draws(requests[0].sampling, label))
+        known.add(planned, requests, answers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether more samples would change nothing: every gate has passed, or one has failed."""
+        found = self.evidence.measurements()
+        return all(one.ok for one in found) or any(not one.ok and one.settled for one in found)
+
     # What a report reads -----------------------------------------------------------------------------------------
 
     @property
     def measurements(self) -> list[Measurement]:
         """Everything measured so far; pooled comparisons are computed from the prompts seen until now."""
         pooled = [one for key, comparison in self._pooled.items() for one in judge_pooled(key, comparison)]
+        pooled += [judge_assumption(self._pooled[key], scores) for key, scores in self._scores.items()]
         matches = [judge_matches(key, found) for key, found in self._matches.items() if found.compared]
-        return [*pooled, *matches, *self._nothing_certain(), *self._done]
+        return [*pooled, *matches, *self.evidence.measurements(), *self._nothing_certain(), *self._done]
+
+    @property
+    def flips(self) -> list[Flips]:
+        """Discrete choices compared, and those that differ with and without a certificate."""
+        matches = list(self._matches.values())
+        tokens = [sum(values) for values in zip(*((m.compared, m.ties, len(m.wrong)) for m in matches), strict=True)]
+        counts = {"router": self._choices, "token": tokens or [0, 0, 0]}
+        return [Flips(kind, *found) for kind, found in counts.items() if found[0]]
 
     def failures(self) -> list[Measurement]:
         """Measurements over their budget: pooled ones first, then the others in the order in which they were made."""
@@ -325,6 +392,12 @@ class Judge:
         """Whether something failed, and only because no position was certain enough to be compared."""
         failures = self.failures()
         return bool(failures) and all(measurement.metric == "certified" for measurement in failures)
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether nothing failed, but a gate has too few samples to pass."""
+        failures = self.failures()
+        return bool(failures) and all(not measurement.settled for measurement in failures)
 
     def message(self) -> str:
         """What failed, one line each, then the first divergence; at most one screen."""
@@ -355,6 +428,9 @@ class Judge:
         error = difference(shown, reference, two_sided=False)
         part = rows[certified]
         floor = self._floor(record, part)
+        if shown.observable == "logits" and record.expert_ids and len(part):
+            scores = np.maximum.accumulate(emulation.score)[part]
+            self._scores.setdefault((f"{pool}logprob", "logits"), []).append(scores)
         self._pool(
             f"{pool}logprob",
             shown.observable,
@@ -523,38 +599,3 @@ class Judge:
         self._done.append(
             Measurement(metric, value, budget, ok, observable, prompt, position, compared=compared, detail=detail)
         )
-
-
-def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str) -> Record:
-    from pytest_adapt.golden.record import RecordKey, make_record, tokens_digest
-
-    key = RecordKey("live", "generated", "", "", tokens_digest(tokens))
-    return make_record(oracle, key, tokens, (precision,))
-
-
-def _both(first: Response, second: Response) -> list[str]:
-    """Numeric observables that both show."""
-    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None]
-    return names + (["score"] if first.scores is not None and second.scores is not None else [])
-
-
-def _common_rows(record: Record, first: Response, second: Response) -> np.ndarray:
-    """Rows of the record that both responses have."""
-    start = max(first.first_row, second.first_row)
-    stop = min(_stop(first), _stop(second), len(record.tokens))
-    return np.flatnonzero((record.positions >= start) & (record.positions < stop))
-
-
-def _stop(response: Response) -> int:
-    arrays = [
-        a for a in (response.logits, response.scores, response.topk.ids if response.topk else None) if a is not None
-    ]
-    return response.first_row + min((len(array) for array in arrays), default=0)
-
-
-def _known_site(name: str) -> bool:
-    try:
-        order_key(name)
-    except ValueError:
-        return False
-    return True

@@ -171,8 +171,8 @@ def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
 
 
 def worst(case: CaseResult) -> Measurement | None:
-    """The measurement that used most of its budget, a failed one first."""
-    return max(case.measurements, key=lambda one: (not one.ok, one.use), default=None)
+    """The measurement that used most of its budget, a failed one first, then one that is undecided."""
+    return max(case.measurements, key=lambda one: (not one.ok and one.settled, not one.ok, one.use), default=None)
 
 
 def _cause(case: CaseResult) -> tuple[tuple[str, ...], str]:
@@ -182,12 +182,9 @@ def _cause(case: CaseResult) -> tuple[tuple[str, ...], str]:
         return ("site", local), f"first divergence in {local}"
     failed = worst(case)
     if failed is not None and not failed.ok:
-        return (
-            "metric",
-            case.rung,
-            case.suite,
-            failed.metric,
-        ), f"{failed.metric} beyond its budget ({case.suite or 'own tests'})"
+        what = "beyond its budget" if failed.settled else "undecided: too few samples"
+        key = ("metric", case.rung, case.suite, failed.metric, *(() if failed.settled else ("undecided",)))
+        return key, f"{failed.metric} {what} ({case.suite or 'own tests'})"
     reason = case.reason.partition("\n")[0]
     return ("reason", case.status, reason), reason or str(case.status)
 

@@ -23,7 +23,7 @@ from pytest_adapt.verdict.result import Divergence, Measurement
 if TYPE_CHECKING:
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "widening", "with_ranks"]
+__all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "known_site", "widening", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -39,8 +39,12 @@ class SiteReport:
     divergence: Divergence | None = None
     compared: int = 0
     """Sites compared."""
+    choices: int = 0
+    """Choices compared: one a token and expert layer."""
     certified: int = 0
     """Choices that differ with a certificate."""
+    uncertified: int = 0
+    """Choices that differ without one."""
 
     def fail(self, measurement: Measurement, divergence: Divergence) -> None:
         self.measurements.append(measurement)
@@ -183,6 +187,15 @@ class SiteView:
             element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+
+def known_site(name: str) -> bool:
+    """Whether the vocabulary has such a site."""
+    try:
+        order_key(name)
+    except ValueError:
+        return False
+    return True
 
 
 def with_ranks(divergence: Divergence | None, response: Response) -> Divergence | None:
@@ -335,6 +348,7 @@ def _judge_choices(
     if not flips:
         return
     illegal = [(name, flip) for name, found in flips.items() for flip in found if not flip.legal]
+    report.choices, report.uncertified = rows, len(illegal)
     report.certified = sum(len(found) for found in flips.values()) - len(illegal)
     if not illegal:
         detail = f"{report.certified} of {rows} choices differ, each a near-tie"

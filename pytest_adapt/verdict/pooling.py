@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pytest_adapt.golden.record import Record
-from pytest_adapt.verdict.budget import Comparison, Rows, ulp
+from pytest_adapt.verdict.budget import RMS_FACTOR, Comparison, Rows, spread, ulp
+from pytest_adapt.verdict.discrete import CANDIDATES
 from pytest_adapt.verdict.result import Measurement
 from pytest_adapt.verdict.views import View
 
@@ -16,6 +18,7 @@ __all__ = [
     "Matches",
     "cosine_gap",
     "describe",
+    "judge_assumption",
     "judge_matches",
     "judge_pooled",
     "margin_below",
@@ -134,6 +137,25 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
             detail=f"largest error, nats{before}",
         ),
     ]
+
+
+def judge_assumption(comparison: Comparison, scores: Sequence[np.ndarray]) -> Measurement:
+    """Whether the error that certified positions assume is the target's, as far as its logits tell.
+
+    ``scores`` are the emulation's largest score error : margin so far at each compared position. A mask holds while the
+    target's scores err at most 1 / (2 score) times as much; what its logits err, in units of the emulation's, is
+    measured. Beyond the budget of that ratio nothing certifies those positions; within it, those that would flip are
+    counted.
+    """
+    value, budget = comparison.rms()
+    factor = max(RMS_FACTOR, spread(comparison.positions, comparison.quantile))
+    ratio = value * factor / budget if budget else 0.0
+    every = np.concatenate(scores)
+    holds = int(np.sum(CANDIDATES * every * max(1.0, ratio) < 1.0))
+    detail = (
+        f"times the emulation's error; {holds} of {len(every)} positions stay certified if scores err like the logits"
+    )
+    return Measurement("certified.error", ratio, factor, ratio <= factor, "logits", compared=len(every), detail=detail)
 
 
 def _first_over(comparison: Comparison, prompt: str, position: int) -> tuple[int, str]:

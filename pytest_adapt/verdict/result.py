@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Measurement", "Status"]
+__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Flips", "Measurement", "Status"]
 
 
 class Status(StrEnum):
@@ -66,6 +66,8 @@ class Measurement:
     """How many values were compared; 0 is never a pass."""
     detail: str = ""
     """One line for the reader: got, expected, certificate."""
+    settled: bool = True
+    """False where too few samples decide neither way; it is not ok then, and no failure."""
 
     @property
     def use(self) -> float:
@@ -89,6 +91,19 @@ class Figure:
     def value(self) -> float:
         """The median."""
         return statistics.median(self.samples)
+
+
+@dataclass(frozen=True)
+class Flips:
+    """How many discrete choices of one kind were compared, and how many differ from the reference's."""
+
+    kind: str
+    """router (experts and groups) or token (the most probable one)."""
+    compared: int
+    certified: int
+    """Differ with a certificate: the reference's margin is within the error measured on that very row."""
+    uncertified: int
+    """Differ without one; each is a failure."""
 
 
 _RANKS = 4
@@ -150,7 +165,10 @@ class CaseResult:
     """Place in the waiver file of the entry that let it through, from 1; 0 where none did."""
     measurements: list[Measurement] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    flips: list[Flips] = field(default_factory=list)
     divergence: Divergence | None = None
+    attempts: int = 1
+    """How often the item ran, where another plugin reruns it: its first verdict stands, its samples add up."""
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0
     open_seconds: float = 0.0

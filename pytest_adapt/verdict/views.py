@@ -178,3 +178,23 @@ def _require_finite(values: np.ndarray, positions: np.ndarray, what: str) -> Non
     if bad.any():
         row = int(np.argmax(bad.any(axis=1)))
         raise Problem("finite", f"{int(bad.sum())} of {values.size} {what} are not finite", int(positions[row]))
+
+
+def both_show(first: Response, second: Response) -> list[str]:
+    """Numeric observables that both show."""
+    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None]
+    return names + (["score"] if first.scores is not None and second.scores is not None else [])
+
+
+def common_rows(record: Record, first: Response, second: Response) -> np.ndarray:
+    """Rows of the record that both responses have."""
+    start = max(first.first_row, second.first_row)
+    stop = min(_stop(first), _stop(second), len(record.tokens))
+    return np.flatnonzero((record.positions >= start) & (record.positions < stop))
+
+
+def _stop(response: Response) -> int:
+    arrays = [
+        a for a in (response.logits, response.scores, response.topk.ids if response.topk else None) if a is not None
+    ]
+    return response.first_row + min((len(array) for array in arrays), default=0)

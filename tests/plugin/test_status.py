@@ -202,3 +202,12 @@ def test_cases_with_one_cause_make_one_cluster() -> None:
     assert found[1].first.case == "correct/a"
     assert found[0].values("model") == ["m1", "m2"]
     assert not is_red(case("correct", "unknown", required=False))
+
+
+def test_what_is_undecided_is_no_cause_beside_what_failed() -> None:
+    undecided = Measurement("sample.kl", 5.0, 1.0, False, compared=3, settled=False)
+    failed = Measurement("sample.nll", 2.0, 1.0, False, compared=3)
+    (both,) = clusters([case("correct", "fail", measurements=[undecided, failed])])
+    (alone,) = clusters([case("correct", "inconclusive", measurements=[undecided])])
+    assert both.cause == "sample.nll beyond its budget (correct)"
+    assert alone.cause == "sample.kl undecided: too few samples (correct)"

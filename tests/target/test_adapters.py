@@ -22,6 +22,7 @@ from pytest_adapt.target.protocol import (
     Info,
     Request,
     Response,
+    Sampling,
     Target,
     TargetError,
     TopK,
@@ -191,6 +192,25 @@ def test_rows_scores_and_top_k_belong_to_the_logits(spec: str, models: Path) -> 
         np.testing.assert_allclose(full.topk.logprobs, -np.sort(-logprobs, axis=1)[:, :5], atol=1e-6)
         assert (cut.first_row, len(cut.logits)) == (4, len(logits) - 4)
         np.testing.assert_allclose(cut.logits, full.logits[4:], atol=1e-5)
+
+
+def test_transformers_draws_through_one_filter_after_the_other() -> None:
+    """Of 4/8, 2/8, 1/8, 1/8 top_k 3 leaves 4/7, 2/7, 1/7, of which top_p 0.8 keeps two."""
+    needs("torch")
+    import torch
+
+    from pytest_adapt.target.hf import _choose, _generator
+
+    row = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+
+    def drawn(**setting: Any) -> set[int]:
+        settings = (Sampling(1.0, seed=seed, **setting) for seed in range(200))
+        return {_choose(row, one, _generator(one)) for one in settings}
+
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=3) == {0, 1, 2}
+    assert drawn(top_p=0.8) == {0, 1, 2}
+    assert drawn(top_k=3, top_p=0.8) == {0, 1}
 
 
 @pytest.mark.requirement(102)

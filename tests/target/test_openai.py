@@ -14,7 +14,7 @@ import pytest
 
 from pytest_adapt.target.owed import shortfall
 from pytest_adapt.target.probe import probe
-from pytest_adapt.target.protocol import Deployment, Request, Target, TargetError, UnsupportedDeployment
+from pytest_adapt.target.protocol import Deployment, Request, Sampling, Target, TargetError, UnsupportedDeployment
 from pytest_adapt.target.registry import resolve
 
 KEY = "sk-very-secret-0123456789"
@@ -166,6 +166,18 @@ def test_a_server_without_logprobs_shows_text_alone(server: Any, checkpoint: Pat
     (response,) = target.run([replace(REQUEST, want=frozenset({"text"}))])
     assert response.tokens == tuple(sequence_of(server, REQUEST)[4:])
     assert response.topk is None
+
+
+def test_a_server_is_told_what_not_to_filter(server: Any, checkpoint: Path) -> None:
+    """llama-cpp-python keeps 40 tokens, and those of a twentieth of the best, where nothing is said."""
+    target = opened(server, checkpoint)
+    hot = Sampling(1.4, seed=7)
+    list(target.run([replace(REQUEST, sampling=hot), replace(REQUEST, sampling=replace(hot, top_k=3, top_p=0.8))]))
+    asked = [
+        {name: body[name] for name in ("temperature", "seed", "top_p", "top_k", "min_p")} for body in server.bodies[-2:]
+    ]
+    everything = {"temperature": 1.4, "seed": 7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert sorted(asked, key=lambda body: body["top_k"]) == [everything, {**everything, "top_k": 3, "top_p": 0.8}]
 
 
 def test_a_server_that_allows_fewer_logprobs_is_asked_for_fewer(server: Any, checkpoint: Path) -> None:

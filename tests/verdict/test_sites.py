@@ -422,3 +422,42 @@ def test_huge_inputs_that_cancel_may_meet_late_in_an_engines_sums(seed: int) -> 
     wrong = engine.copy()
     wrong[0] *= 1.001
     assert failures(wrong, terms)[0].position == 0, "the position is judged all the same"
+
+
+def test_flips_are_counted_with_and_without_a_certificate(bench: Any) -> None:
+    """One near-tie and one clear choice flipped by hand, besides those that a healthy target flips itself."""
+    model = bench("mixtral-odd")
+    tokens = model.tokens(TOKENS)
+    run = model.run(tokens, "bf16")
+    layer, counts = max(run.ids), []
+    order = np.argsort(-run.selection[layer], axis=1)
+    k = model.oracle.spec.mixture.router.chosen
+    for rows in ((), (int(run.margins[layer].argmin()), int(run.margins[layer].argmax()))):
+        ids = run.ids[layer].copy()
+        for row in rows:
+            ids[row] = np.sort(np.append(order[row, : k - 1], order[row, k]))
+        judge = judged(model, only(model.answer(tokens, "bf16", replay={**run.ids, layer: ids})), tokens, "bf16")
+        (flips,) = judge.flips
+        assert (flips.kind, flips.compared) == ("router", TOKENS * len(run.ids))
+        counts.append((flips.certified, flips.uncertified))
+    assert counts[0][1] == 0
+    assert (abs(counts[1][0] - counts[0][0]), counts[1][1]) == (1, 1)
+
+
+@pytest.mark.requirement(113)
+def test_the_error_that_masks_assume_is_measured_where_logits_are_shown(bench: Any) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    record = model.record(tokens, "fp32")
+    healthy, noisy = Judge("fp32"), Judge("fp32")
+    answer = model.answer(tokens, "fp32")
+    healthy.against_record("p", answer, record)
+    (found,) = (one for one in healthy.measurements if one.metric == "certified.error")
+    assert found.ok and 0 < found.value < found.budget
+    assert found.compared == int(record.certified("fp32").sum())
+    assert f"of {found.compared} positions stay certified" in found.detail
+    answer.logits = answer.logits + np.random.default_rng(0).normal(0, 1e-3, answer.logits.shape).astype(np.float32)
+    noisy.against_record("p", answer, record)
+    assert "certified.error" in {one.metric for one in noisy.failures()}
+    (tokens_compared,) = healthy.flips
+    assert (tokens_compared.kind, tokens_compared.compared) == ("token", 2 * found.compared)  # logits and top-k

@@ -1,0 +1,226 @@
+"""Drawn tokens against a known distribution: right samplers pass, wrong ones fail, and the power is what is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_adapt.golden.reference import OracleReference
+from pytest_adapt.models import catalogue, prompts
+from pytest_adapt.target.protocol import Response, Sampling
+from pytest_adapt.verdict.judge import Judge
+from pytest_adapt.verdict.result import Measurement
+from pytest_adapt.verdict.sampling import CONCERN, LOOKS, Draws, Place, Plan, distribution, drawable, plan
+from pytest_adapt.verdict.status import Verdict
+
+VOCAB = 64
+
+
+def place(number: int, error: float = 0.01) -> Place:
+    logits = np.random.default_rng(number).normal(0, 2.5, VOCAB)
+    return Place(f"p{number}", (number, 1, 2), logits, error, error / 3, (error / 3) ** 2 / 2)
+
+
+@pytest.fixture
+def planned() -> Plan:
+    return Plan(tuple(place(number) for number in range(8)), 1.4, 3, end=VOCAB - 1)
+
+
+Change = Callable[[Sampling], Sampling]
+
+
+def ask(planned: Plan, setting: Sampling, change: Change, looks: int = 1, seed: int = 0, draws: int = 128) -> Draws:
+    """Draws of a target that takes ``change(setting)`` for what it was asked."""
+    rng = np.random.default_rng(seed)
+    drawn = Draws(setting, "asked")
+    for look in range(looks):
+        requests = planned.requests(setting, look, draws)
+        answers = {}
+        for one in planned.places:
+            asked = [request.id for request in requests if request.prompt == one.tokens]
+            tokens = rng.choice(VOCAB, len(asked), p=distribution(one, change(setting)))
+            answers.update({name: Response(name, 3, (int(token),)) for name, token in zip(asked, tokens, strict=True)})
+        drawn.add(planned, requests, answers)
+    return drawn
+
+
+def by_name(drawn: Draws) -> dict[str, Measurement]:
+    return {one.metric: one for one in drawn.measurements()}
+
+
+def hotter(factor: float) -> Change:
+    return lambda setting: replace(setting, temperature=setting.temperature * factor)
+
+
+@pytest.mark.requirement(113)
+def test_a_right_sampler_passes_and_says_what_it_would_have_seen(planned: Plan) -> None:
+    found = by_name(ask(planned, planned.plain, lambda setting: setting))
+    assert all(one.ok for one in found.values()), found
+    assert found["sample.temperature"].budget == math.log(CONCERN)
+    assert "with power 0.8 at alpha 2.5e-05" in found["sample.temperature"].detail
+    for setting in planned.filtered.values():
+        found = by_name(ask(planned, setting, lambda setting: setting, draws=64))
+        assert all(one.ok for one in found.values()), found
+        assert "without the filter one would be with probability 1" in found["sample.support"].detail
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("factor", [1.1, 1 / 1.1])
+def test_a_temperature_off_by_a_tenth_fails_at_the_last_look(planned: Plan, factor: float) -> None:
+    found = by_name(ask(planned, planned.plain, hotter(factor), looks=LOOKS))
+    assert not found["sample.distribution"].ok
+    assert found["sample.distribution"].settled
+    assert ("rarer" if factor > 1 else "more probable") in found["sample.distribution"].detail
+
+
+def test_the_stated_temperature_is_seen_with_the_stated_power(planned: Plan) -> None:
+    """Over 200 targets that are off by just as much as one look is said to see with power 0.8."""
+    detail = by_name(ask(planned, planned.plain, lambda setting: setting))["sample.temperature"].detail
+    factor = float(detail.partition("sees times ")[2].split()[0])
+    critical = NormalDist().inv_cdf(1 - 1e-4 / LOOKS / 2)
+    scores = []
+    for seed in range(200):
+        drawn = ask(planned, planned.plain, hotter(factor), seed=seed)
+        found = drawn._temperature().detail
+        estimate = math.log(float(found.partition("times ")[2].split(",")[0]))
+        information = drawn._information()
+        scores.append((estimate - drawn._slack()) * math.sqrt(information / (1 + 1 / 8)))
+    assert np.mean(np.array(scores) > critical) == pytest.approx(0.8, abs=0.12)
+
+
+def test_too_few_draws_decide_nothing(planned: Plan) -> None:
+    few = replace(planned, places=planned.places[:1])
+    found = by_name(ask(few, few.plain, lambda setting: setting))
+    assert not found["sample.temperature"].ok
+    assert not found["sample.temperature"].settled
+    assert "draws would settle it" in found["sample.temperature"].detail
+    judge = Judge("fp32")
+    requests = few.requests(few.plain)
+    judge.drawn(
+        few,
+        "temperature",
+        requests,
+        {one.id: Response(one.id, 3, (int(np.argmax(few.places[0].logits)),)) for one in requests},
+    )
+    assert judge.settled  # a constant answer is wrong for certain
+    assert not judge.inconclusive
+
+
+WRONG: dict[str, tuple[str, Change]] = {
+    "top_k is ignored": ("top_k", lambda setting: replace(setting, top_k=0)),
+    "top_k keeps one too many": ("top_k", lambda setting: replace(setting, top_k=setting.top_k + 1)),
+    "top_k keeps one too few": ("top_k", lambda setting: replace(setting, top_k=setting.top_k - 1)),
+    "top_p is ignored": ("top_p", lambda setting: replace(setting, top_p=1.0)),
+    "top_p is 0.6": ("top_p", lambda setting: replace(setting, top_p=0.6)),
+    "top_p after top_k is ignored": ("top_k and top_p", lambda setting: replace(setting, top_p=1.0)),
+    "top_k before top_p is ignored": ("top_k and top_p", lambda setting: replace(setting, top_k=0)),
+}
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_filters_fail(planned: Plan, what: str) -> None:
+    label, change = WRONG[what]
+    found = by_name(ask(planned, planned.filtered[label], change, draws=64))
+    failed = [one for one in found.values() if not one.ok]
+    assert failed and all(one.settled for one in failed), found
+
+
+def test_a_token_at_the_border_needs_a_certificate() -> None:
+    """Two tokens nearly as good as the third: either may be drawn; the fourth may not."""
+    logits = np.array([3.0, 2.0, 1.0, 0.99, 0.5, -4.0])
+    near = Place("p", (1,), logits, 0.01, 0.003, 1e-6)
+    setting = Sampling(1.0, top_k=3)
+    assert drawable(near, setting).tolist() == [True, True, True, True, False, False]
+    assert drawable(replace(near, error=1e-6), setting).tolist() == [True, True, True, False, False, False]
+    p = distribution(near, Sampling(1.0))
+    reached = float(p[:2].sum())
+    for top_p, third in ((reached - 1e-9, True), (reached + 1e-9, True), (reached - 0.05, False)):
+        assert drawable(near, Sampling(1.0, top_p=top_p))[2] == third
+    assert distribution(near, Sampling(1.0, top_p=reached - 1e-9))[2] == 0
+    assert distribution(near, Sampling(1.0, top_p=reached + 1e-9))[2] > 0
+
+
+def test_filters_follow_one_another() -> None:
+    """Of 4/8, 2/8, 1/8, 1/8 top_k 3 leaves 4/7, 2/7, 1/7, of which top_p 0.8 keeps two."""
+    halves = Place("p", (1,), np.log([0.5, 0.25, 0.125, 0.125]), 1e-6, 1e-6, 1e-12)
+    assert distribution(halves, Sampling(1.0, top_k=3, top_p=0.8)) == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert distribution(halves, Sampling(2.0))[0] == pytest.approx(1 / (1 + math.sqrt(0.5) + 1))
+
+
+def test_an_end_token_that_is_left_out_still_counts(planned: Plan) -> None:
+    drawn = Draws(planned.plain, "asked")
+    requests = planned.requests(planned.plain)[:3]
+    stopped = Response(requests[0].id, 3, (), finish="stop")
+    nothing, refused = Response(requests[1].id, 3), Response(requests[2].id, 3, error="no such field")
+    drawn.add(planned, requests[:1], {stopped.id: stopped})
+    assert drawn.drawn == {"p0": [planned.end]}
+    drawn.add(planned, requests[1:], {nothing.id: nothing, refused.id: refused})
+    (found,) = drawn.measurements()
+    assert (found.metric, found.ok, found.settled) == ("sample.drawn", False, True)
+    assert "2 of the draws did not come: no generated token id came back" in found.detail
+
+
+@pytest.mark.requirement(98)
+def test_one_seed_differs_by_rounding_only(planned: Plan) -> None:
+    """Walks through the same random numbers: errors of the size that is assumed stay within, other seeds do not."""
+    requests = planned.requests(planned.plain)[:64]
+    places = {one.tokens: one for one in planned.places}
+
+    def answers(seed: int, salt: int = 0) -> dict[str, Response]:
+        rng = np.random.default_rng(seed)
+        noise = {one.tokens: rng.normal(0, one.rms, VOCAB) for one in planned.places}
+        found = {}
+        for request in requests:
+            one = places[request.prompt]
+            order = np.argsort(-one.logits, kind="stable")
+            total = np.cumsum(distribution(replace(one, logits=one.logits + noise[one.tokens]), planned.plain)[order])
+            uniform = np.random.Generator(np.random.Philox(key=request.sampling.seed + salt)).random()
+            found[request.id] = Response(request.id, 3, (int(order[np.searchsorted(total, uniform * total[-1])]),))
+        return found
+
+    first = answers(0)
+    for seed in range(1, 20):
+        differ, allowed = planned.differing(requests, first, answers(seed))
+        assert differ <= allowed < 16
+    differ, allowed = planned.differing(requests, first, answers(1, salt=1 << 20))
+    assert differ > 2 * allowed
+
+
+def test_looks_add_up_and_every_seed_is_new(planned: Plan) -> None:
+    seeds = [
+        (request.prompt, request.sampling.seed)
+        for look in range(LOOKS)
+        for request in planned.requests(planned.plain, look)
+    ]
+    again = [(request.prompt, request.sampling.seed) for request in replace(planned, attempt=1).requests(planned.plain)]
+    assert len(set(seeds)) == len(seeds) == 8 * 128 * 2 ** (LOOKS - 1)
+    assert not set(seeds) & set(again)
+    assert max(seed for _, seed in seeds + again) < 2**31
+
+
+@pytest.mark.parametrize("name", ["llama-odd", "qwen3-moe-odd"])
+def test_places_are_certified_and_known(bench: Any, name: str) -> None:
+    model = bench(name)
+    known = prompts(catalogue()[name], model.directory)
+    handle = SimpleNamespace(
+        all_prompts=known,
+        prompts=lambda limit: {name: ids for name, ids in known.items() if len(ids) <= limit},
+        config={"eos_token_id": 7},
+    )
+    reference = OracleReference(model.directory, ("fp32", "bf16"), name)
+    found = plan(handle, reference, "bf16")
+    assert found.end == 7
+    assert found.places
+    for one in found.places:
+        assert reference.record("p", one.tokens).certified("bf16")[-1]
+        assert one.logits == pytest.approx(np.asarray(model.oracle.run(one.tokens).logits)[-1], abs=1e-9)
+    with pytest.raises(Verdict, match="the oracle does not know this model"):
+        plan(handle, SimpleNamespace(oracle=None), "bf16")
