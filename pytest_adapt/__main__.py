@@ -11,7 +11,7 @@ COMMANDS = {
     "inspect": ("pytest_adapt.inspect.cli", "what config.json alone says: structure, parameters, memory per card"),
     "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
-    "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
+    "faults": ("pytest_adapt.faults.cli", "list the injectable faults; what the suites see of each"),
 }
 
 

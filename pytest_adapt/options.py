@@ -48,8 +48,10 @@ class Option:
     choices: tuple[str, ...] = ()
     """Allowed values (of each element, for a list)."""
     kind: str = "text"
-    """text, list (comma separated), flag, or seconds."""
+    """text, list (comma separated), flag, seconds, or time (90s, 10m, 1h)."""
     command_line: bool = True
+    alone: str = ""
+    """What the flag means without a value; "" where it needs one."""
 
     @property
     def flag(self) -> str:
@@ -106,6 +108,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
     Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
     Option("dump", "write the answers of failing items to this directory", "", "DIR"),
+    Option("time", "begin nothing new after so long", None, "90s|10m|1h", kind="time"),
+    Option(
+        "selftest",
+        "try the judge itself: put faults into the built-in engine and see which suite is red",
+        "",
+        "ID,KIND*",
+        alone="all",
+    ),
     Option("plan", "print deployments, requests, tokens and estimated minutes, and stop", False, kind="flag"),
     Option("matrix", "print the jobs of a CI matrix as JSON, and stop", "", "FORMAT", ("github",)),
     Option("waivers", "file of known failures: owner, link, scope, expiry", "", "FILE", command_line=False),
@@ -143,6 +153,10 @@ class Settings:
     timeout: float = 600.0
     report: str = ""
     dump: str = ""
+    time: float | None = None
+    """Seconds after which nothing new is begun; None for no limit."""
+    selftest: str = ""
+    """Faults (ids, or patterns such as RT*) whose detection is measured; "all" for every one, "" for none."""
     plan: bool = False
     matrix: str = ""
     waivers: str = ""
@@ -151,7 +165,7 @@ class Settings:
 
     def arguments(self, *, without: tuple[str, ...] = ()) -> list[str]:
         """Command-line arguments that give these settings again (what a report needs to repeat a case)."""
-        skipped = {"plan", "matrix", "report", "dump", "waivers", *without}
+        skipped = {"plan", "matrix", "report", "dump", "waivers", "time", "selftest", *without}
         words = []
         for option in OPTIONS:
             value = getattr(self, option.name)
@@ -161,7 +175,7 @@ class Settings:
                 ",".join(map(str, value))
                 if isinstance(value, tuple)
                 else f"{value:g}"
-                if option.kind == "seconds"
+                if option.kind in ("seconds", "time")
                 else str(value)
             )
             words.append(f"{option.flag}={text}")
@@ -179,6 +193,16 @@ def add_options(parser: pytest.Parser) -> None:
         text = f"{option.help}{values}{default}"
         if option.command_line and option.kind == "flag":
             group.addoption(option.flag, dest=option.ini, action="store_true", default=None, help=text)
+        elif option.command_line and option.alone:
+            group.addoption(
+                option.flag,
+                dest=option.ini,
+                metavar=option.metavar,
+                default=None,
+                help=text,
+                nargs="?",
+                const=option.alone,
+            )
         elif option.command_line:
             group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=text)
         parser.addini(option.ini, f"same as {option.flag}" if option.command_line else text, default=None)
@@ -299,11 +323,25 @@ def _seconds(option: Option, raw: Any, source: str) -> float:
     return number
 
 
+def _time(option: Option, raw: Any, source: str) -> float:
+    """Seconds of 90s, 10m or 1h; a plain number is seconds."""
+    text = str(raw).strip()
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        number = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise pytest.UsageError(f"{_spelling(option, source)}={raw!r} is no length of time; write 90s, 10m or 1h")
+    return number
+
+
 _READERS: Mapping[str, Callable[[Option, Any, str], Any]] = {
     "text": _text,
     "list": _list,
     "flag": _flag,
     "seconds": _seconds,
+    "time": _time,
 }
 
 

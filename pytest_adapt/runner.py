@@ -6,7 +6,7 @@ import fnmatch
 import os
 import shlex
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
 from pytest_adapt.verdict.status import Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
+    from pytest_adapt.matrix import Model
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
 
@@ -38,6 +39,11 @@ def start(config: pytest.Config) -> None:
     """Resolve options and target, and register the active hooks. Raises pytest.UsageError."""
     settings, spec, matrix = _resolve(config)
     _share_cores()
+    if settings.selftest:
+        from pytest_adapt.selftest.runner import start as start_selftest
+
+        start_selftest(config, settings)
+        return
     runner = Runner(config, settings, spec, matrix)
     config.stash[RUN] = runner
     config.pluginmanager.register(runner, "adapt-runner")
@@ -100,6 +106,7 @@ class Runner:
         self.waivers = read_waivers(config.rootpath / settings.waivers) if settings.waivers else None
         self.collector = Collector(self)
         self.references = References(self)
+        self.make_handle: Callable[[Model, Path], ModelHandle] = ModelHandle
         self.under_xdist = hasattr(config, "workerinput")
         self._handles: dict[str, ModelHandle] = {}
         self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
@@ -308,7 +315,7 @@ class Runner:
             if made is None:  # parametrised by the test itself
                 alone = replace(self.settings, models=(name,), contexts=())
                 made = next(iter(make_matrix(alone, self.spec).models.values()))
-            self._handles[name] = ModelHandle(made, self.config.rootpath / ".adapt" / "models")
+            self._handles[name] = self.make_handle(made, self.config.rootpath / ".adapt" / "models")
         handle = self._handles[name]
         handle.context = state.context or None
         handle.most = self.matrix.prompts.get(name, 0)
