@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def small_rows_count(world: World) -> None:
 
 def a_site_that_is_wrong_everywhere(world: World) -> None:
     for factor in (1.0 + 4e-7, 1.0 - 4e-7):
-        failed = sites(world, "layer.3.moe.routed", lambda x, f=factor: x * f).failures()
+        failed = sites(world, "layer.3.moe.routed", partial(np.multiply, factor)).failures()
         assert "site.rms" in {one.metric for one in failed}
     sign = np.random.default_rng(3).choice([-1e-3, 1e-3], size=20)  # a head's width
     own = world["answer"].taps["layer.3.attn.context"].astype(np.float64)

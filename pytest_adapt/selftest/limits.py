@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pytest_adapt.faults.registry import Operation, Seams
@@ -68,7 +69,7 @@ class _Scan:
     memories: dict[float, Memory] = field(default_factory=dict)
     healthy: Memory = field(default_factory=Memory)
 
-    def seen(self, step: float, column: str) -> bool:
+    def seen(self, column: str, step: float) -> bool:
         found = self._run(step, column)
         return any(case.status in RED for case in found.cases)
 
@@ -90,7 +91,7 @@ def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dic
     ``detected``, and ``token``."""
     what, put = SCALED[name]
     scan = _Scan(precision, put, bench, controls)
-    detected = {column: smallest(STEPS, lambda step, c=column: scan.seen(step, c)) for column in COLUMNS}
+    detected = {column: smallest(STEPS, partial(scan.seen, column)) for column in COLUMNS}
     return {
         "value": what,
         "precision": precision,
@@ -117,15 +118,14 @@ def smallest(steps: Sequence[float], holds: Callable[[float], bool]) -> float | 
 
 def _first_token(put: Callable[[Seams, float], None], precision: str, bench: Bench) -> float | None:
     """The smallest step at which one of ten greedy outputs of 48 tokens has another token."""
-    before = _greedy(None, precision, bench)
-    return next((s for s in STEPS if _greedy(lambda seams, s=s: put(seams, 1.0 + s), precision, bench) != before), None)
+    before = _greedy(put, 1.0, precision, bench)
+    return next((step for step in STEPS if _greedy(put, 1.0 + step, precision, bench) != before), None)
 
 
-def _greedy(install: Callable[[Seams], None] | None, precision: str, bench: Bench) -> list[tuple[int, ...]]:
+def _greedy(put: Callable[[Seams, float], None], factor: float, precision: str, bench: Bench) -> list[tuple[int, ...]]:
     model = bench.catalogued(MODEL)
     target: Any = resolve("builtin").create()
-    if install is not None:
-        install(target.seams)
+    put(target.seams, factor)
     try:
         target.open(Deployment(str(model.directory), precision=precision, max_context=LENGTH + TOKENS))
         prompts = model.load(PROMPTS, LENGTH)

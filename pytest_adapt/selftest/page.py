@@ -29,13 +29,13 @@ The same cases are run without the fault, where all of them must be green.
     python -m pytest_adapt faults matrix --write             # this page, and pytest_adapt/faults/kill_matrix.json
 
 The reduced case set: the fault's first model, its layout and its lengths; of a model's prompts the first 37 and 150
-random tokens and the first 96 of a searched prompt; all tests of the suites that judge such a model. Two faults of
+random tokens and the first 64 of a searched prompt; all tests of the suites that judge such a model. Two faults of
 32,768 positions are put in with narrower numbers, at 4,096. A fault *differs* where any answer of any case has
 another bit than without it; one that does not is *equivalent*: listed, not counted.
 """
 _LEGEND = """In each cell: **O** seen by the owning suite, *o* by another one only, - by none, = equivalent. The last
 columns: whether the first divergence has the right layer and site, or the words that lead to the cause were said
-(bf16, else fp32); seconds of all runs of the fault.
+(bf16, else fp32); seconds of CPU time of all runs of the fault.
 """
 
 
@@ -68,7 +68,7 @@ def summary_lines(matrix: KillMatrix) -> list[str]:
         alive = [row["name"] for row in matrix.mutants if not row["killed"]]
         tail = f"; alive: {', '.join(alive)}" if alive else ""
         lines.append(f"wrong comparators: {len(matrix.mutants) - len(alive)} of {len(matrix.mutants)} seen{tail}")
-    lines.append(f"{matrix.made.get('seconds', 0):g} s of one process")
+    lines.append(f"{matrix.made.get('seconds', 0):g} s of CPU time")
     return lines
 
 
@@ -77,8 +77,8 @@ def page(matrix: KillMatrix) -> str:
     made = matrix.made
     parts = [
         _HEAD,
-        f"Made with pytest-adapt {made.get('version')} on Python {made.get('python')}: {made.get('seconds')} s of one",
-        "process.\n",
+        f"Made with pytest-adapt {made.get('version')} on Python {made.get('python')}: {made.get('seconds')} s of",
+        "CPU time.\n",
         "## Summary\n",
         *_summary(matrix),
         "\n## Not seen, and not placed\n",

@@ -64,6 +64,7 @@ def trial_of(fault: Fault, precision: str) -> Trial:
     """The reduced case set of a fault: its first model, its layout, its lengths, the suites that judge such a model."""
     model = fault.models[0]
     contexts, install = fault.contexts, None
+    suites: tuple[str, ...]
     if fault.reduced is not None:
         install, contexts = fault.reduced
     if models()[model].kind == "needle":
