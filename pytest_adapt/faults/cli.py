@@ -21,6 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt faults", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="every fault: id, owning suite, site, public report")
+    listing.add_argument("--commands", action="store_true", help="only the command that puts each fault in by hand")
     listing.add_argument("--waiting", action="store_true", help="known faults that cannot be put in yet, and why")
     matrix = commands.add_parser("matrix", help="what the suites see of each fault, from the last --adapt-selftest")
     matrix.add_argument(
@@ -35,6 +36,10 @@ def main(arguments: Sequence[str]) -> int:
         "--write", action="store_true", help="into this checkout: docs/kill-matrix.md and the shipped kill_matrix.json"
     )
     options = parser.parse_args(list(arguments))
+    if options.command == "list" and options.commands:
+        for fault in catalogue().values():
+            print(fault.command)
+        return 0
     if options.command == "list":
         rows = _waiting_rows() if options.waiting else _rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from pytest_adapt.models import catalogue
 from pytest_adapt.options import Settings
 from pytest_adapt.references import References
 from pytest_adapt.selftest.memo import Memory, RememberedTarget
-from pytest_adapt.session import Host, Opened
+from pytest_adapt.session import Host
 from pytest_adapt.shipped import suites_dir
 from pytest_adapt.stash import RUN, STATE
 from pytest_adapt.target.mask import MaskedTarget
-from pytest_adapt.target.protocol import Request, Response, Target
+from pytest_adapt.target.protocol import Response, Target
 from pytest_adapt.target.registry import TargetSpec
 from pytest_adapt.verdict.identity import contents
 from pytest_adapt.verdict.result import CaseResult
@@ -216,10 +216,8 @@ class _Recording(Host):
         super().__init__(spec, settings)
         self._inner = inner
 
-    def run(
-        self, opened: Opened, requests: Iterable[Request], answered: Callable[[str], None] | None = None
-    ) -> dict[str, Response]:
-        answers = super().run(opened, requests, answered)
+    def run(self, *asked: Any, **named: Any) -> dict[str, Response]:
+        answers = super().run(*asked, **named)
         self._inner.answered(answers)
         return answers
 
