@@ -316,8 +316,7 @@ def _command_rows() -> Iterator[Row]:
         ("export a typo", ("models", "export", "@/out", "--models", "qwen3-moe-od"), "qwen3-moe-od", lambda f: None),
         ("export into a file", ("models", "export", "@/mine.py"), r"mine\.py", adapter()),
         ("search a typo", ("models", "search", "nope"), "nope", lambda f: None),
-        ("prove a typo", ("faults", "prove", "A99"), "A99", lambda f: None),
-        ("prove in fp99", ("faults", "prove", "--precisions", "fp99"), "fp99", lambda f: None),
+        ("no kill matrix", ("faults", "matrix", "--from", "@/none.json"), r"none\.json", lambda f: None),
         ("unknown command", ("inspct",), "inspct", lambda f: None),
     ]  # fmt: skip
     for name, words, says, make in commands:

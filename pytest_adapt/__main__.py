@@ -14,7 +14,7 @@ COMMANDS = {
     "coverage": ("pytest_adapt.audit.coverage", "requirement -> tests -> faults that prove them -> last status"),
     "lint": ("pytest_adapt.audit.lint", "requirement numbers, waivers, golden records and budgets, without a run"),
     "headroom": ("pytest_adapt.audit.headroom", "how much of its budget each cell used, run after run"),
-    "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
+    "faults": ("pytest_adapt.faults.cli", "list the injectable faults; what the suites see of each"),
 }
 
 

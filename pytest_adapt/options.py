@@ -49,8 +49,10 @@ class Option:
     choices: tuple[str, ...] = ()
     """Allowed values (of each element, for a list)."""
     kind: str = "text"
-    """text, list (comma separated), flag, seconds, or duration."""
+    """text, list (comma separated), flag, seconds, or duration (90s, 10m, 1h)."""
     command_line: bool = True
+    alone: str = ""
+    """What the flag means without a value; "" where it needs one."""
 
     @property
     def flag(self) -> str:
@@ -106,7 +108,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("reference", "judge against another target instead of the oracle", "", "SPEC"),
     Option(
         "time",
-        "run what fits this time: cases that together cover the settings best",
+        "run what fits this time: cases that together cover the settings best; a selftest begins nothing new after it",
         0.0,
         "90s|10m|1h",
         kind="duration",
@@ -117,6 +119,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
     Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
     Option("dump", "write the answers of failing items to this directory", "", "DIR"),
+    Option(
+        "selftest",
+        "try the judge itself: put faults into the built-in engine and see which suite is red",
+        "",
+        "ID,KIND*",
+        alone="all",
+    ),
     Option("plan", "print deployments, requests, tokens and estimated minutes, and stop", False, kind="flag"),
     Option("matrix", "print the jobs of a CI matrix as JSON, and stop", "", "FORMAT", ("github",)),
     Option("waivers", "file of known failures: owner, link, scope, expiry", "", "FILE", command_line=False),
@@ -153,12 +162,15 @@ class Settings:
     reason: str = ""
     reference: str = ""
     time: float = 0.0
+    """Seconds that a run may take; 0 for no limit."""
     strength: int = 2
     op: str = ""
     inject: str = ""
     timeout: float = 600.0
     report: str = ""
     dump: str = ""
+    selftest: str = ""
+    """Faults (ids, or patterns such as RT*) whose detection is measured; "all" for every one, "" for none."""
     plan: bool = False
     matrix: str = ""
     waivers: str = ""
@@ -167,7 +179,7 @@ class Settings:
 
     def arguments(self, *, without: tuple[str, ...] = ()) -> list[str]:
         """Command-line arguments that give these settings again (what a report needs to repeat a case)."""
-        skipped = {"plan", "matrix", "report", "dump", "waivers", *without}
+        skipped = {"plan", "matrix", "report", "dump", "waivers", "selftest", *without}
         words = []
         for option in OPTIONS:
             value = getattr(self, option.name)
@@ -195,6 +207,16 @@ def add_options(parser: pytest.Parser) -> None:
         text = f"{option.help}{values}{default}"
         if option.command_line and option.kind == "flag":
             group.addoption(option.flag, dest=option.ini, action="store_true", default=None, help=text)
+        elif option.command_line and option.alone:
+            group.addoption(
+                option.flag,
+                dest=option.ini,
+                metavar=option.metavar,
+                default=None,
+                help=text,
+                nargs="?",
+                const=option.alone,
+            )
         elif option.command_line:
             group.addoption(option.flag, dest=option.ini, metavar=option.metavar, default=None, help=text)
         parser.addini(option.ini, f"same as {option.flag}" if option.command_line else text, default=None)

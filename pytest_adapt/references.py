@@ -22,9 +22,10 @@ class References:
     """References of the present model. Items come model by model, so those of the last one are dropped (an oracle
     holds its weights in float64)."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, made: dict[tuple[str, str], Any] | None = None) -> None:
+        """``made`` holds what an earlier run in this process has made, and takes what this one makes."""
         self._runner = runner
-        self._made: dict[tuple[str, str], Any] = {}
+        self._made: dict[tuple[str, str], Any] = {} if made is None else made
         self._host: Any = None
         self._case = ""
 
@@ -33,7 +34,8 @@ class References:
         self._case = case
         key = (model.name, precision if self._runner.settings.reference else "")
         if key not in self._made:
-            self._made = {made: reference for made, reference in self._made.items() if made[0] == model.name}
+            for other in [made for made in self._made if made[0] != model.name]:
+                del self._made[other]
             self._made[key] = self._make(model, precision)
         return self._made[key]
 

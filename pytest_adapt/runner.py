@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
 from pytest_adapt.verdict.status import Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
+    from pytest_adapt.matrix import Model
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
     from pytest_adapt.timebox import TimeBox
@@ -54,6 +55,11 @@ def start(config: pytest.Config) -> None:
     """Resolve options and target, and register the active hooks. Raises pytest.UsageError."""
     settings, spec, matrix = _resolve(config)
     _share_cores()
+    if settings.selftest:
+        from pytest_adapt.selftest.runner import start as start_selftest
+
+        start_selftest(config, settings)
+        return
     runner = Runner(config, settings, spec, matrix)
     config.stash[RUN] = runner
     config.pluginmanager.register(runner, "adapt-runner")
@@ -127,6 +133,7 @@ class Runner:
         self.collector = Collector(self)
         self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
+        self.make_handle: Callable[[Model, Path], ModelHandle] = ModelHandle
         self.under_xdist = hasattr(config, "workerinput")
         started: dict[str, Any] = getattr(config, "workerinput", {})
         self.program = shipped.program(
@@ -394,7 +401,7 @@ class Runner:
             if made is None:  # parametrised by the test itself
                 alone = replace(self.settings, models=(name,), contexts=())
                 made = next(iter(make_matrix(alone, self.spec).models.values()))
-            self._handles[name] = ModelHandle(made, self.config.rootpath / ".adapt" / "models")
+            self._handles[name] = self.make_handle(made, self.config.rootpath / ".adapt" / "models")
         handle = self._handles[name]
         handle.context = state.context or None
         handle.most = self.matrix.prompts.get(name, 0)

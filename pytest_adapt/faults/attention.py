@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from pytest_adapt.faults.registry import Fault, Operation, Seams
@@ -92,6 +93,21 @@ def _oldest_key_lost(seams: Seams) -> None:
     seams.wrap("attention", wrapper)
 
 
+def _residual_left_out(seams: Seams) -> None:
+    """The first of layer 2's two sums passes on the branch alone."""
+
+    def wrapper(original: Operation) -> Operation:
+        calls = itertools.count(1)
+
+        def add(residual: Any, x: Any) -> Any:
+            first = next(calls) % 2 == 1
+            return x if first and seams.layer() == 2 else original(residual, x)
+
+        return add
+
+    seams.wrap("add", wrapper)
+
+
 FAULTS = (
     Fault(
         "AT05",
@@ -142,6 +158,17 @@ FAULTS = (
         (*GQA, "deepseek-v3-odd-pos"),
         _value_scale,
         1,
+    ),
+    Fault(
+        "AT95",
+        "Residual of one layer left out",
+        "own, after vllm#24021",
+        56,
+        "correctness",
+        "attn.residual",
+        GQA,
+        _residual_left_out,
+        2,
     ),
     Fault(
         "AT90",

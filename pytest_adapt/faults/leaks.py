@@ -88,6 +88,10 @@ def _unchecked_ids(seams: Seams) -> None:
     _unchecked(seams, ("prompt token",))
 
 
+def _unchecked_length(seams: Seams) -> None:
+    _unchecked(seams, ("prompt is empty",))
+
+
 def _unchecked_sampling(seams: Seams) -> None:
     _unchecked(seams, ("temperature", "top_p"))
 
@@ -178,6 +182,7 @@ FAULTS = (
         "are not its own",
     ),
     _entry("SV09", "Unknown ids reach the model", "vllm#16529", _unchecked_ids, "abnormal", "index"),
+    _entry("SV11", "An empty prompt reaches the scheduler", "vllm#7746", _unchecked_length, "abnormal", ""),
     _entry("SV90", "Sampling values are not checked", "own", _unchecked_sampling, "abnormal", "was accepted"),
     _entry(
         "SC91",

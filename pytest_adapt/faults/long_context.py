@@ -174,15 +174,16 @@ def narrow_positions(seams: Seams, bits: int = 16) -> None:
     seams.wrap("rope_tables", wrapper)
 
 
-def _all_scores(seams: Seams) -> None:
-    """Attention holds a score of every token for every other one."""
+def _all_scores(seams: Seams, heads: bool = False) -> None:
+    """Attention holds a score of every token for every other one: of one head, or of all ``heads``."""
 
     def wrapper(original: Operation) -> Operation:
         def attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
             import torch
 
-            held = torch.ones((len(k), len(k)), dtype=q.dtype)  # written, so that its pages are really there
-            return original(q * held[0, 0], k, v, **named)
+            # Written, so that its pages are really there.
+            held = torch.ones((q.shape[1] if heads else 1, len(k), len(k)), dtype=q.dtype)
+            return original(q * held[0, 0, 0], k, v, **named)
 
         return attention
 
@@ -199,6 +200,7 @@ def _entry(
     where: str = _RECALL,
     contexts: tuple[int, ...] = (4096,),
     requirement: int = 104,
+    reduced: Any = None,
 ) -> Fault:
     return Fault(
         identifier,
@@ -213,6 +215,7 @@ def _entry(
         where=where,
         says=says,
         contexts=contexts,
+        reduced=reduced,
     )
 
 
@@ -271,8 +274,9 @@ FAULTS = (
         "Cache slots indexed in 15 bits",
         "vllm#50427",
         narrow_slots,
-        "asked at 327",
+        "asked at",
         contexts=(32768,),
+        reduced=(lambda seams: narrow_slots(seams, 11), (4096,)),
     ),
     _entry(
         "RP10",
@@ -281,6 +285,7 @@ FAULTS = (
         narrow_positions,
         "ruler",
         contexts=(32768,),
+        reduced=(lambda seams: narrow_positions(seams, 12), (4096,)),
     ),
     _entry(
         "LC89",
@@ -291,5 +296,6 @@ FAULTS = (
         where="longest",
         contexts=(16384,),
         requirement=70,
+        reduced=(lambda seams: _all_scores(seams, heads=True), (4096,)),
     ),
 )

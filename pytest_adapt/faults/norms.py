@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from pytest_adapt.faults.registry import Fault, Operation, Seams
@@ -49,6 +50,20 @@ def _last_lanes_left_out(seams: Seams) -> None:
     _norm(seams, compute)
 
 
+def _keys_not_normalised(seams: Seams) -> None:
+    """Each layer normalises its heads' queries, then its heads' keys: the second of these calls does nothing."""
+
+    def wrapper(original: Operation) -> Operation:
+        calls = itertools.count(1)
+
+        def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+            return x if x.dim() == 3 and next(calls) % 2 == 0 else original(x, weight, eps)
+
+        return rms_norm
+
+    seams.wrap("rms_norm", wrapper)
+
+
 FAULTS = (
     Fault(
         "NM01",
@@ -88,6 +103,17 @@ FAULTS = (
         "attn.norm",
         ALL,
         _unit_offset,
+        0,
+    ),
+    Fault(
+        "NM91",
+        "Heads' keys are not normalised",
+        "own, after sglang#38230",
+        56,
+        "correctness",
+        "attn.k_norm",
+        ("qwen3-moe-odd",),
+        _keys_not_normalised,
         0,
     ),
     Fault(

@@ -111,6 +111,8 @@ class Fault:
     """Part of what such a test must say: it leads to the cause."""
     contexts: tuple[int, ...] = ()
     """Context lengths at which the fault shows; () for those of the profile."""
+    reduced: tuple[Callable[[Seams], None], tuple[int, ...]] | None = None
+    """The same fault with smaller numbers, and the lengths at which it shows then: for runs of seconds."""
 
     @property
     def white_box(self) -> bool:
@@ -142,10 +144,12 @@ def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
     from pytest_adapt.faults import (
         attention,
+        experts,
         layouts,
         leaks,
         long_context,
         norms,
+        outputs,
         precision,
         rotary,
         routing,
@@ -154,20 +158,11 @@ def catalogue() -> Mapping[str, Fault]:
         weights,
     )
 
-    modules = (
-        attention,
-        layouts,
-        leaks,
-        long_context,
-        norms,
-        precision,
-        rotary,
-        routing,
-        sampling,
-        scheduling,
-        weights,
+    modules: tuple[Any, ...] = (
+        *(attention, experts, layouts, leaks, long_context, norms, outputs, precision, rotary, routing, sampling),
+        *(scheduling, weights),
     )
-    entries = [fault for module in modules for fault in module.FAULTS]
+    entries: list[Fault] = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}
     if len(found) != len(entries):
         raise ValueError("two faults share an id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -77,6 +78,21 @@ def _one_position_late(seams: Seams) -> None:
     seams.wrap("rope_tables", wrapper)
 
 
+def _keys_of_one_layer_not_rotated(seams: Seams) -> None:
+    """Layer 2 is taken for one without positions where keys are rotated, the second rotation of a layer."""
+
+    def wrapper(original: Operation) -> Operation:
+        calls = itertools.count(1)
+
+        def rope_apply(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+            second = next(calls) % 2 == 0
+            return x if second and seams.layer() == 2 else original(x, cos, sin, interleaved)
+
+        return rope_apply
+
+    seams.wrap("rope_apply", wrapper)
+
+
 FAULTS = (
     Fault(
         "RP01",
@@ -135,6 +151,17 @@ FAULTS = (
         ALL,
         _pairs_misread,
         0,
+    ),
+    Fault(
+        "RP91",
+        "Keys of one layer are not rotated",
+        "own, after llama.cpp#17945",
+        53,
+        "correctness",
+        "attn.k_rope",
+        ("qwen3-moe-odd", "mixtral-odd", "llama-odd"),
+        _keys_of_one_layer_not_rotated,
+        2,
     ),
     Fault(
         "RP90",

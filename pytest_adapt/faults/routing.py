@@ -95,6 +95,38 @@ def _zero_padded_lanes(routing: Any, logits: Any, bias: Any, spec: Any) -> Any:
     return _chosen(routing, ids, spec)
 
 
+def _scale_left_at_one(routing: Any, logits: Any, bias: Any, spec: Any) -> Any:
+    """The kernel takes no scale and begins with 1."""
+    return routing._replace(weights=routing.weights / spec.routed_scale)
+
+
+def _groups_by_their_best(routing: Any, logits: Any, bias: Any, spec: Any) -> Any:
+    """Groups are ranked by their best expert instead of by the sum of their best two."""
+    if spec.groups <= 1:
+        return routing
+    import torch
+
+    selection = routing.selection
+    grouped = selection.reshape(len(selection), spec.groups, -1)
+    kept = grouped.amax(-1).topk(spec.top_groups, -1).indices
+    mask = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, kept, True)
+    masked = grouped.masked_fill(~mask[..., None], float("-inf")).reshape(selection.shape)
+    return _chosen(routing, masked.topk(spec.top_k, -1).indices, spec)
+
+
+def _gate_normalises_again(seams: Seams) -> None:
+    """The gate is given the normalised rows, and normalises its input itself."""
+
+    def wrapper(original: Operation) -> Operation:
+        def router_logits(x: Any, weight: Any) -> Any:
+            wide = x.float()
+            return original((wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype), weight)
+
+        return router_logits
+
+    seams.wrap("router_logits", wrapper)
+
+
 def _router_output_in_bf16(seams: Seams) -> None:
     seams.wrap("router_logits", lambda original: lambda *arguments: original(*arguments).bfloat16().float())
 
@@ -154,6 +186,17 @@ FAULTS = (
         2,
     ),
     Fault(
+        "RT10",
+        "Routed scale left at one",
+        "flashinfer#3499",
+        54,
+        "correctness",
+        "moe.router.weights",
+        DEEPSEEK,
+        _routed(_scale_left_at_one),
+        2,
+    ),
+    Fault(
         "RT11",
         "Raw logits as weights without renormalisation",
         "sglang#35160",
@@ -208,6 +251,29 @@ FAULTS = (
         ("qwen3-moe-odd", "deepseek-v3-odd-pos"),
         _router_output_in_bf16,
         0,
+        difficulty="hard",
+    ),
+    Fault(
+        "RT23",
+        "The gate normalises what is normalised already",
+        "NeMo Automodel#1852",
+        54,
+        "correctness",
+        "moe.router.logits",
+        ("qwen3-moe-odd", "mixtral-odd"),
+        _gate_normalises_again,
+        0,
+    ),
+    Fault(
+        "RT91",
+        "Groups ranked by their best expert alone",
+        "own, after flashinfer#2889",
+        54,
+        "correctness",
+        "moe.router.ids",
+        DEEPSEEK,
+        _routed(_groups_by_their_best),
+        2,
         difficulty="hard",
     ),
     Fault(

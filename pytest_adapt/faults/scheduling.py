@@ -96,6 +96,20 @@ def _late_write_after_abort(seams: Seams) -> None:
     seams.wrap("kv.write", writing)
 
 
+def _table_taken_as_contiguous(seams: Seams) -> None:
+    """A sequence is read from its first slot on, as if its blocks lay one behind the other."""
+
+    def wrapper(original: Operation) -> Operation:
+        def gather(cache: Any, layer: int, slots: Any) -> Any:
+            import torch
+
+            return original(cache, layer, (slots[0] + torch.arange(len(slots))) % cache.slots if len(slots) else slots)
+
+        return gather
+
+    seams.wrap("kv.gather", wrapper)
+
+
 FAULTS = (
     Fault(
         "AT16",
@@ -108,6 +122,19 @@ FAULTS = (
         _block_handed_out_again,
         observable="text",
         difficulty="hard",
+        where="each_of_32",
+        says="not its own",
+    ),
+    Fault(
+        "AT19",
+        "The block table is taken as contiguous",
+        "xLLM#932",
+        69,
+        "stress",
+        "",
+        NEEDLE,
+        _table_taken_as_contiguous,
+        observable="text",
         where="each_of_32",
         says="not its own",
     ),

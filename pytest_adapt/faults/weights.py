@@ -53,6 +53,47 @@ def _gate_and_up_exchanged(name: str, tensor: Any) -> Any:
     return tensor
 
 
+def _tail_of_a_file_reads_as_zero(name: str, tensor: Any) -> Any:
+    """A file shorter than its header says: what is mapped beyond its end is zero."""
+    if not name.endswith("layers.1.self_attn.v_proj.weight"):
+        return tensor
+    tensor = tensor.clone()
+    tensor[-tensor.shape[0] // 4 :] = 0
+    return tensor
+
+
+def _keys_under_another_name(name: str, tensor: Any) -> Any:
+    """Two predicates disagree on what the tensor is called: its parameter stays as it was allocated."""
+    return tensor * 0 if name.endswith("layers.1.self_attn.k_proj.weight") else tensor
+
+
+def _not_finite_is_zero(seams: Seams) -> None:
+    """A loader that cleans what it reads lets a damaged tensor pass."""
+
+    def wrapper(original: Operation) -> Operation:
+        def assign(loader: Any, parameter: str, tensor: Any) -> Any:
+            return original(loader, parameter, tensor.nan_to_num(0.0, 0.0, 0.0))
+
+        return assign
+
+    seams.wrap("loader.assign", wrapper)
+
+
+def _head_taken_from_the_embedding(seams: Seams) -> None:
+    """The flag that ties them is read from the wrong level of the configuration: the stored head is left out."""
+    tables: list[Any] = []
+
+    def embedding(original: Operation) -> Operation:
+        def look_up(table: Any, ids: Any) -> Any:
+            tables[:] = [table]
+            return original(table, ids)
+
+        return look_up
+
+    seams.wrap("embedding", embedding)
+    seams.wrap("lm_head", lambda original: lambda x, weight: original(x, tables[0]))
+
+
 def _norm_scaled(name: str, tensor: Any) -> Any:
     return tensor * 1.0625 if name.endswith("layers.1.post_attention_layernorm.weight") else tensor
 
@@ -99,6 +140,51 @@ FAULTS = (
         ALL_MOE,
         _reading(_expert_left_unread),
         2,
+    ),
+    Fault(
+        "WL14",
+        "The tail of a shard reads as zeros",
+        "vmlx-swift#217",
+        11,
+        "correctness",
+        "attn.v",
+        ("qwen3-moe-odd", "mixtral-odd", "llama-odd"),
+        _reading(_tail_of_a_file_reads_as_zero),
+        1,
+    ),
+    Fault(
+        "WL17",
+        "The stored head is left out as if it were tied",
+        "vllm#51063",
+        56,
+        "correctness",
+        "logits",
+        ("qwen3-moe-odd",),
+        _head_taken_from_the_embedding,
+    ),
+    Fault(
+        "WL19",
+        "Keys of one layer are stored under a name that nobody reads",
+        "TransformerLens#1620",
+        15,
+        "correctness",
+        "attn.k",
+        ("qwen3-moe-odd", "mixtral-odd", "llama-odd"),
+        _reading(_keys_under_another_name),
+        1,
+    ),
+    Fault(
+        "WL92",
+        "Weights that are not finite are taken as zero",
+        "own, after vllm#34930",
+        15,
+        "loading",
+        "",
+        ("qwen3-moe-odd",),
+        _not_finite_is_zero,
+        observable="text",
+        where="damaged",
+        says="the target loaded it",
     ),
     Fault(
         "WL15",

@@ -2,11 +2,13 @@
 
 import pytest
 
-SHOWN = ("logits", "score", "topk", "text")
+NUMBERS = ("logits", "score", "topk")
+"""A prompt that is only scored shows a text-only target's answer to nothing."""
+SHOWN = (*NUMBERS, "text")
 
 
 @pytest.mark.requirement(82)
-@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+@pytest.mark.adapt(rung="consistent", needs=NUMBERS)
 def test_decode_equals_prefill(target, model, precision, reference, judge):
     """Rows produced while generating equal the rows of one teacher-forced pass over the same tokens."""
     for name, tokens in model.prompts(64).items():
@@ -16,7 +18,7 @@ def test_decode_equals_prefill(target, model, precision, reference, judge):
 
 
 @pytest.mark.requirement(75, 114)
-@pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefill_chunk": (0, 1, 7, 16)})
+@pytest.mark.adapt(rung="consistent", needs=NUMBERS, features={"prefill_chunk": (0, 1, 7, 16)})
 def test_chunked_prefill_equals_one_shot(target, model, precision, reference, judge):
     """The same prompt in one piece and in chunks that do not divide it."""
     prompts = model.prompts(96)
@@ -29,7 +31,7 @@ def test_chunked_prefill_equals_one_shot(target, model, precision, reference, ju
 
 
 @pytest.mark.requirement(114)
-@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+@pytest.mark.adapt(rung="consistent", needs=NUMBERS)
 def test_a_batch_equals_each_request_alone(target, model, precision, reference, judge):
     """Neighbours, batch size and order change no answer."""
     prompts = model.prompts(96)
@@ -43,7 +45,7 @@ def test_a_batch_equals_each_request_alone(target, model, precision, reference, 
 
 
 @pytest.mark.requirement(69)
-@pytest.mark.adapt(rung="consistent", needs=SHOWN, features={"prefix_cache": (0, 1)})
+@pytest.mark.adapt(rung="consistent", needs=NUMBERS, features={"prefix_cache": (0, 1)})
 def test_a_prefix_hit_equals_a_cold_start(target, model, precision, reference, judge):
     """Sent four times: a block stored under a wrong key shows at the second or third."""
     prompts = model.prompts(96)
@@ -56,7 +58,7 @@ def test_a_prefix_hit_equals_a_cold_start(target, model, precision, reference, j
 
 
 @pytest.mark.requirement(98)
-@pytest.mark.adapt(rung="consistent", needs=SHOWN)
+@pytest.mark.adapt(rung="consistent", needs=NUMBERS)
 def test_repeated_requests_agree(target, model, precision, reference, judge):
     for name, tokens in model.prompts(64).items():
         record = reference.record(name, tokens)

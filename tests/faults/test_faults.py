@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from pytest_adapt.faults import Fault, UnknownFault, catalogue, get
-from pytest_adapt.faults.cli import main
 from pytest_adapt.models import catalogue as models
 from pytest_adapt.models import materialise, prompts
 from pytest_adapt.oracle import Oracle
@@ -99,16 +98,6 @@ def test_entries_are_well_formed():
 def test_an_unknown_id_lists_the_known_ones():
     with pytest.raises(UnknownFault, match=r"no fault 'XX1'; known: .*RT04"):
         get("XX1")
-
-
-def test_an_unknown_precision_proves_nothing(capsys):
-    assert main(["prove", "RT04", "--precisions", "fp32,fp99"]) == 2
-    assert "'fp99' is not allowed; allowed: fp32, bf16, fp16" in capsys.readouterr().err
-
-
-def test_a_precision_in_which_no_fault_shows_proves_nothing():
-    hidden = next(fault for fault in FAULTS if "bf16" not in fault.precisions)
-    assert main(["prove", hidden.id, "--precisions", "bf16"]) == 1
 
 
 def test_restoring_the_seams_puts_every_original_back(bench):

@@ -22,7 +22,7 @@ from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
-# A border of 2^15 is met by no prompt that a test of seconds can run: those two are proved by `faults prove`, and
+# A border of 2^15 is met by no prompt that a test of seconds can run: those two are in no test, and
 # here with narrower numbers. Memory needs a length at which a matrix stands out.
 SLOW = ("LC02", "RP10", "LC89")
 FAULTS = tuple(fault for fault in (*long_context.FAULTS, *leaks.FAULTS) if fault.id not in SLOW)

@@ -1,0 +1,136 @@
+"""How small an error is still seen: one value times 1 + d, d in logarithmic steps from 1e-5 to 1e-1.
+
+For each precision, the smallest d that the correctness suite sees through each observable, beside the smallest that
+changes a token of greedy output, and the smallest that changes any bit of an answer at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pytest_adapt.faults.registry import Operation, Seams
+from pytest_adapt.selftest.memo import Memory
+from pytest_adapt.selftest.nested import Bench, Setting
+from pytest_adapt.selftest.trial import COLUMNS, RED, control_of
+from pytest_adapt.target.protocol import Deployment, Request
+from pytest_adapt.target.registry import resolve
+
+__all__ = ["SCALED", "STEPS", "measure_limit"]
+
+STEPS: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+MODEL = "deepseek-v3-odd-pos"
+PROMPTS, LENGTH, TOKENS = 10, 32, 48
+
+
+def _weight(seams: Seams, factor: float) -> None:
+    def wrapper(original: Operation) -> Operation:
+        def assign(loader: Any, parameter: str, tensor: Any) -> Any:
+            return original(loader, parameter, tensor * factor if parameter == "layer.1.attn.out.weight" else tensor)
+
+        return assign
+
+    seams.wrap("loader.assign", wrapper)
+
+
+def _routed_scale(seams: Seams, factor: float) -> None:
+    def wrapper(original: Operation) -> Operation:
+        def route(logits: Any, bias: Any, spec: Any) -> Any:
+            routing = original(logits, bias, spec)
+            return routing._replace(weights=routing.weights * factor)
+
+        return route
+
+    seams.wrap("route", wrapper)
+
+
+def _softmax_scale(seams: Seams, factor: float) -> None:
+    seams.wrap("softmax_scale", lambda original: lambda spec: original(spec) * factor)
+
+
+SCALED: Mapping[str, tuple[str, Callable[[Seams, float], None]]] = {
+    "weight": ("one weight tensor (output projection of layer 1)", _weight),
+    "routed": ("the routed scale", _routed_scale),
+    "softmax": ("the softmax scale", _softmax_scale),
+}
+"""Short name -> (what is scaled, how it is put into the target's seams)."""
+
+
+@dataclass
+class _Scan:
+    """Answers of the scaled target, each step computed once and judged through each observable."""
+
+    precision: str
+    put: Callable[[Seams, float], None]
+    bench: Bench
+    controls: Any
+    memories: dict[float, Memory] = field(default_factory=dict)
+    healthy: Memory = field(default_factory=Memory)
+
+    def seen(self, column: str, step: float) -> bool:
+        found = self._run(step, column)
+        return any(case.status in RED for case in found.cases)
+
+    def changes(self, step: float) -> bool:
+        control = control_of(self._setting("taps"), self.bench, self.controls, self.healthy)
+        return bool(self._run(step, "taps").answers != control["answers"])
+
+    def _setting(self, column: str) -> Setting:
+        setting = Setting(MODEL, "single", self.precision, suites=("correctness",))
+        return replace(setting, observables=COLUMNS[column])
+
+    def _run(self, step: float, column: str) -> Any:
+        memory = self.memories.setdefault(step, Memory())
+        return self.bench.run(self._setting(column), memory, lambda seams: self.put(seams, 1.0 + step))
+
+
+def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dict[str, Any]:
+    """One row: the smallest step (None where even the largest is not enough) for ``changes``, each observable under
+    ``detected``, and ``token``."""
+    what, put = SCALED[name]
+    scan = _Scan(precision, put, bench, controls)
+    detected = {column: smallest(STEPS, partial(scan.seen, column)) for column in COLUMNS}
+    return {
+        "value": what,
+        "precision": precision,
+        "model": MODEL,
+        "changes": smallest(STEPS, scan.changes),
+        "detected": detected,
+        "token": _first_token(put, precision, bench),
+    }
+
+
+def smallest(steps: Sequence[float], holds: Callable[[float], bool]) -> float | None:
+    """The smallest step from which on ``holds`` is true, by bisection; None where it is false of the largest."""
+    if not holds(steps[-1]):
+        return None
+    low, high = -1, len(steps) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(steps[middle]):
+            high = middle
+        else:
+            low = middle
+    return steps[high]
+
+
+def _first_token(put: Callable[[Seams, float], None], precision: str, bench: Bench) -> float | None:
+    """The smallest step at which one of ten greedy outputs of 48 tokens has another token."""
+    before = _greedy(put, 1.0, precision, bench)
+    return next((step for step in STEPS if _greedy(put, 1.0 + step, precision, bench) != before), None)
+
+
+def _greedy(put: Callable[[Seams, float], None], factor: float, precision: str, bench: Bench) -> list[tuple[int, ...]]:
+    model = bench.catalogued(MODEL)
+    target: Any = resolve("builtin").create()
+    put(target.seams, factor)
+    try:
+        target.open(Deployment(str(model.directory), precision=precision, max_context=LENGTH + TOKENS))
+        prompts = model.load(PROMPTS, LENGTH)
+        asked = [Request(name, tokens, TOKENS) for name, tokens in prompts.items()]
+        answers = {response.id: response.tokens for response in target.run(asked)}
+    finally:
+        target.close()
+    return [answers[name] for name in prompts]

@@ -1,0 +1,213 @@
+"""The judge's own trial: rows of the kill matrix, targets whose answers are remembered, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_adapt.faults import Fault, catalogue, get
+from pytest_adapt.faults.cli import main
+from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
+from pytest_adapt.faults.waiting import waiting
+from pytest_adapt.selftest.kept import Kept
+from pytest_adapt.selftest.limits import smallest
+from pytest_adapt.selftest.memo import Memory, RememberedTarget
+from pytest_adapt.selftest.nested import Bench, NestedError, Setting
+from pytest_adapt.selftest.page import page, summary_lines
+from pytest_adapt.selftest.trial import RedControl, run_trial, trial_of
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture
+def controls(tmp_path: Path) -> Kept:
+    return Kept(tmp_path, "digest")
+
+
+@pytest.mark.requirement(113, 116)
+def test_a_fault_is_seen_and_placed(bench: Bench, controls: Kept) -> None:
+    trial = trial_of(get("WL91"), "fp32")
+    rows = run_trial(trial, bench, controls, ("taps", "topk", "text"))
+    assert list(rows) == ["taps", "topk", "text"]
+    first = rows["taps"]
+    assert first["differs"] and first["killed"] and first["owner"] and first["located"] and first["alone"]
+    assert rows["topk"]["killed"] and rows["topk"]["alone"] and rows["topk"]["located"] is None
+    (site,) = {case["divergence"]["site"] for case in first["red"] if case["suite"] == "correctness"}
+    assert site == "layer.1.ffn.norm"
+    assert all(case["divergence"] is None for case in rows["topk"]["red"]), "a masked target shows no site"
+    assert len(first["red"]) <= 6 and all(len(case["measurements"]) <= 8 for case in first["red"])
+    assert first["green"]["determinism/test_repeat.py::test_a_restart_gives_the_same_bits"] == 1
+    json.dumps(rows, allow_nan=False)
+    again = run_trial(trial, bench, controls, ("taps",))["taps"]
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}, "a trial repeats itself"
+
+
+@pytest.mark.requirement(113)
+def test_a_fault_that_changes_nothing_is_equivalent(bench: Bench, controls: Kept) -> None:
+    idle = Fault("XX01", "Nothing is done", "own", 56, "correctness", "attn.q", ("llama-odd",), lambda seams: None, 0)
+    trial = trial_of(idle, "fp32")
+    trial = type(trial)(idle, "fp32", _without_fault(trial.setting), idle.install)
+    rows = run_trial(trial, bench, controls)
+    assert list(rows) == ["taps"]
+    assert not rows["taps"]["differs"] and not rows["taps"]["killed"]
+
+
+def test_red_without_a_fault_proves_nothing(bench: Bench, controls: Kept) -> None:
+    trial = trial_of(get("WL91"), "fp32")
+    setting = _without_fault(trial.setting)
+    name = "control " + " ".join([*setting.arguments()[1:], *setting.suites])
+    controls.write(name, {"statuses": {}, "answers": {}, "red": ["a case"], "seconds": 0})
+    with pytest.raises(RedControl, match="red without any fault: a case"):
+        run_trial(trial, bench, controls, ("taps",))
+
+
+def test_a_session_without_cases_says_why(bench: Bench) -> None:
+    with pytest.raises(NestedError, match="no case was run with .*--adapt-models=llama-odd"):
+        bench.run(Setting("llama-odd", "single", "fp32", suites=("stress",)))
+
+
+class Counting:
+    """Answers with how often it was asked since it was opened."""
+
+    opened = 0
+    asked = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def open(self, deployment: Deployment) -> Info:
+        Counting.opened += 1
+        self.count = 0
+        return Info("counting", "1")
+
+    def run(self, requests: Any) -> Iterator[Response]:
+        for request in requests:
+            Counting.asked += 1
+            self.count += 1
+            logits = np.full((len(request.prompt), 2), self.count, np.float32)
+            yield Response(request.id, len(request.prompt), logits=logits, scores=logits[:, 0].astype(np.float64))
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, float]:
+        return {"count": self.count}
+
+
+def _ask(target: RememberedTarget, name: str, *want: str) -> Response:
+    (answer,) = target.run([Request(name, (1, 2), want=frozenset(want))])
+    return answer
+
+
+def test_answers_are_remembered_with_all_that_came_before() -> None:
+    Counting.opened = Counting.asked = 0
+    memory, deployment = Memory(), Deployment("m")
+    first = RememberedTarget(Counting, memory)
+    first.open(deployment)
+    whole = [_ask(first, name, "logits", "score") for name in ("a", "b", "c")]
+    assert [answer.logits[0, 0] for answer in whole] == [1, 2, 3]
+    second = RememberedTarget(Counting, memory)
+    second.open(deployment)
+    masked = _ask(second, "a", "score")
+    assert masked.logits is None and masked.scores[0] == 1
+    assert (Counting.opened, Counting.asked) == (1, 3), "nothing was computed anew"
+    other = _ask(second, "z", "logits")
+    assert other.logits[0, 0] == 2, "the second request to this target"
+    assert (Counting.opened, Counting.asked) == (2, 5), "what came before was asked again"
+    assert second.stats() == {"count": 2}
+    assert _ask(second, "b", "logits").logits[0, 0] == 3, "from here on it answers itself"
+
+
+def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, "one")
+    assert kept.read("RT04[bf16]") is None
+    kept.write("RT04[bf16]", {"taps": 1})
+    assert kept.read("RT04[bf16]") == {"taps": 1}
+    assert Kept(tmp_path, "two").read("RT04[bf16]") is None, "other sources"
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{torn")
+    assert kept.read("RT04[bf16]") is None
+
+
+def _row(fault: str, observable: str = "taps", **changes: Any) -> dict[str, Any]:
+    row = {"fault": fault, "precision": "bf16", "observable": observable, "model": "m", "layout": "single"}
+    row |= {"differs": True, "killed": True, "owner": True, "located": True, "alone": True, "said": None}
+    return {**row, "seconds": 1.5, "red": [], "green": {}, **changes}
+
+
+def _some_matrix() -> KillMatrix:
+    rows = (
+        _row("RT04"),
+        _row("RT03", owner=False, located=False),
+        _row("PL03", located=None),
+        _row("NM01", killed=False, owner=False, located=False, alone=False),
+        _row("NM02", differs=False, killed=False, owner=False, located=False, alone=False),
+        _row("RT04", "topk", located=None, alone=False),
+    )
+    return KillMatrix(rows, ({"name": "no abs", "what": "x", "killed": False, "by": ""},), made={"seconds": 9})
+
+
+def test_tallies_leave_out_what_is_equivalent() -> None:
+    matrix = _some_matrix()
+    tally = matrix.tally("taps", "bf16")
+    assert (tally.rows, tally.equivalent, tally.judged) == (5, 1, 4)
+    assert (tally.owner, tally.some, tally.alone) == (2, 3, 3)
+    assert (tally.layered, tally.located) == (3, 1)
+    assert matrix.survivors("taps", "bf16") == ["NM01"]
+    assert matrix.tally("topk", "bf16").alone == 0
+
+
+def test_the_summary_says_who_survives_and_why() -> None:
+    lines = summary_lines(_some_matrix())
+    assert len(lines) <= 40
+    text = "\n".join(lines)
+    assert "bf16 taps: not seen: NM01" in text
+    assert "NM01[bf16]: changes no value by more than bf16 resolves" in text
+    assert "wrong comparators: 0 of 1 seen; alive: no abs" in text
+    assert "| NM01 | Epsilon added outside the root | correctness |" in page(_some_matrix())
+
+
+def test_a_matrix_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "kill_matrix.json"
+    _some_matrix().save(path)
+    assert load(path) == _some_matrix()
+    assert json.loads(path.read_text())["schema"] == 1
+    path.write_text('{"schema": 2}')
+    with pytest.raises(MatrixError, match=r"schema 2, expected 1; make it anew: --adapt-selftest"):
+        load(path)
+    with pytest.raises(MatrixError, match="cannot be read"):
+        load(tmp_path / "absent.json")
+
+
+def test_a_limit_is_the_smallest_step_that_holds() -> None:
+    steps = (1.0, 2.0, 3.0, 4.0)
+    assert smallest(steps, lambda step: step >= 3) == 3.0
+    assert smallest(steps, lambda step: True) == 1.0
+    assert smallest(steps, lambda step: False) is None
+
+
+def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = waiting()
+    assert not {one.id for one in entries} & set(catalogue())
+    assert all(one.needs and one.title and one.report for one in entries)
+    assert len(catalogue()) >= 90
+    assert main(["list", "--waiting"]) == 0
+    assert "SA02" in capsys.readouterr().out
+
+
+def test_a_matrix_that_is_absent_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", "--from", str(tmp_path / "none.json")]) == 2
+    assert "make one with --adapt-selftest" in capsys.readouterr().err
+
+
+def _without_fault(setting: Setting) -> Setting:
+    return Setting(setting.model, setting.layout, setting.precision, setting.contexts, setting.suites)
