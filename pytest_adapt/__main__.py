@@ -12,6 +12,7 @@ COMMANDS = {
     "models": ("pytest_adapt.models.cli", "list, export and search the conformance models"),
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults, or prove that each is caught"),
+    "diagnose": ("pytest_adapt.verdict.diagnose_cli", "which known faults a failed run looks like"),
 }
 
 

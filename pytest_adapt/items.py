@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.matrix import Cell, Mark
-from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Measurement, Prefix, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
@@ -52,6 +52,7 @@ class ItemState:
     proposed: int = 0
     """Records that the reference had proposed before this item."""
     divergence: Divergence | None = None
+    prefix: Prefix | None = None
     seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
 
@@ -91,6 +92,7 @@ class ItemState:
             measurements=list(getattr(judge, "measurements", ())),
             figures=list(getattr(judge, "figures", ())),
             divergence=divergence,
+            prefix=self.prefix,
             requirements=self.requirements,
             seconds=self.seconds,
             peak_bytes=peak_bytes(),
@@ -128,6 +130,8 @@ def case_from_json(text: str) -> CaseResult:
     if found := raw["divergence"]:
         lists = {name: tuple(found[name]) for name in ("element", "ranks")}
         raw["divergence"] = Divergence(**{**found, **lists})
+    if found := raw["prefix"]:
+        raw["prefix"] = Prefix(**found)
     raw["requirements"] = tuple(raw["requirements"])
     return CaseResult(**{name.name: raw[name.name] for name in fields(CaseResult)})
 

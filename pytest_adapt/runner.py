@@ -312,6 +312,7 @@ class Runner:
         handle = self._handles[name]
         handle.context = state.context or None
         handle.most = self.matrix.prompts.get(name, 0)
+        handle.only = self.settings.prompt
         handle.floor = self.matrix.floor(name, state.context) if state.context else 0
         state.model = handle
         return handle
@@ -388,8 +389,10 @@ class Runner:
         if getattr(state.judge, "divergence", None) is not None or not any(one.observable for one in failures):
             return
         from pytest_adapt.localisation import first_divergence
+        from pytest_adapt.shortest import shortest_prefix
 
         state.divergence = first_divergence(state)
+        state.prefix = shortest_prefix(state)
 
     def _end(self, state: ItemState, status: Status, reason: str) -> None:
         """Give pytest the outcome of a status."""
@@ -411,6 +414,8 @@ class Runner:
         lines = [state.case if status is Status.FAIL else f"{status}: {state.case}", reason]
         if state.divergence is not None:
             lines.append(f"first divergence: {state.divergence}")
+        if state.prefix is not None:
+            lines.append(f"shortest: {state.prefix}")
         lines.append(f"repeat: {self.command_of(state)}")
         return "\n".join(lines)
 
@@ -426,7 +431,9 @@ class Runner:
         file, _, rest = case.nodeid.partition("::")
         here = Path(self.config.invocation_params.dir)
         path = case.case.partition("::")[0] if case.suite else shipped.relative(self.config.rootpath / file, here)
-        return shlex.join(["pytest", *self.settings.arguments(), f"{path}::{rest}"])
+        narrowed = () if case.prefix is None else (case.prefix.argument,)
+        given = self.settings.arguments(without=("prompt",) if narrowed else ())
+        return shlex.join(["pytest", *given, *narrowed, f"{path}::{rest}"])
 
     def _required(self, state: ItemState) -> bool:
         model = self.matrix.models.get(state.cell.model) if state.cell else None

@@ -31,6 +31,8 @@ class Collector:
         self.usage: dict[str, float] = {}
         self.peak_bytes = 0
         self.written = ""
+        self.document: dict[str, Any] = {}
+        """What was written to report.json."""
         self._started = time.monotonic()
 
     @property
