@@ -74,10 +74,10 @@ def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
             summary = run(fault, model, precision, arguments.observables, folder, options)
             report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         found = of_report(report, rows)
-        order = [match.fault for match in found[0].matches] if found else []
+        order = [match.fault for match in found[0].matches if match.fault] if found else []
         place = order.index(name) + 1 if name in order else 0
         places.append(place)
-        first = f"{found[0].matches[0].likelihood:.0%} {order[0] or 'none'}" if found else "green"
+        first = f"{found[0].matches[0].likelihood:.0%} {found[0].matches[0].fault or 'none'}" if found else "green"
         height = sum(max(1, -(-len(line) // WIDTH)) for line in summary)
         head = f"{name:7}{model:22}{fault.layout:8}{precision:6}{place or '-':<7}{first:14}"
         print(f"{head}{len(found):<8}{height:<6}{fault.title}", flush=True)

@@ -105,11 +105,14 @@ def _fails(state: ItemState, prompt: str, tokens: tuple[int, ...]) -> Callable[[
         part = tokens[:length]
         known = record if length == len(tokens) else record.prefix(length)
         judge = Judge(precision, rounds=target.info.rounds, router=target.info.router)
-        if numeric:
-            judge.against_record(prompt, target.score(part, _NUMBERS), known)
-        else:
-            judge.generated(prompt, target.generate(part, 1, ("text",)), known, part)
+        answer = target.score(part, _NUMBERS) if numeric else target.generate(part, 1, ("text",))
+        if answer.error is not None:  # refused, as a server may do with a single token: that is another failure
+            return False
         try:
+            if numeric:
+                judge.against_record(prompt, answer, known)
+            else:
+                judge.generated(prompt, answer, known, part)
             return bool(judge.failures()) and not judge.undecided
         except RecordError:
             return False

@@ -83,7 +83,7 @@ def _likely(collector: Collector) -> dict[int, str]:
 
     try:
         found = of_report(collector.document, read_matrix())
-    except MatrixError:
+    except (MatrixError, KeyError, TypeError, ValueError):  # a summary never raises, whatever the file holds
         return {}
     return {index: line for index, one in enumerate(found) if (line := one_line(one))}
 

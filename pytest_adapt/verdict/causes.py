@@ -8,8 +8,9 @@ back), at the lowest rung on which that family of models is red.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_adapt.sites import LAYER_SITES, layer_of, order_key
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement
@@ -32,6 +33,7 @@ _KIND_OF: Mapping[str, str] = {name: kind for kind, names in _KINDS.items() for 
 _PRODUCTS = frozenset({"qkv", "attn.out", "feed-forward", "ffn.out", "experts", "moe.router.logits", "logits"})
 _MANY = 3
 """So many kinds of matrix products that are red together have the product itself in common."""
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 _WRONG = ("logprob", "kl", "cosine", "token_match", "needles", "ruler.")
 _DISAGREE = ("agree.", "secret")
 
@@ -50,12 +52,16 @@ def causes_of(red: Sequence[CaseResult]) -> list[list[Cause]]:
     """The causes of each case, the first in dataflow order first."""
     joined = _Joined()
     sites = [_red_sites(case) for case in red]
-    for found in sites:
-        joined.take(found)
+    for found, case in zip(sites, red, strict=True):
+        if not _drifts(case):
+            joined.take(found)
     lowest = _lowest_rungs(case for case, found in zip(red, sites, strict=True) if not found)
-    return [
-        _by_sites(found, joined) if found else [_by_words(case, lowest)] for case, found in zip(red, sites, strict=True)
-    ]
+    made = []
+    for case, found in zip(red, sites, strict=True):
+        causes = _by_sites(found, joined) if found else [_by_words(case, lowest)]
+        # Ranks whose copies differ run different models: what is shown of them together fits none from there on.
+        made.append([replace(causes[0], sites=tuple(found))] if _drifts(case) else causes)
+    return made
 
 
 def dataflow(name: str) -> tuple[int, int, str]:
@@ -120,6 +126,10 @@ def _red_sites(case: CaseResult) -> list[str]:
     return sorted(names, key=dataflow)
 
 
+def _drifts(case: CaseResult) -> bool:
+    return any(one.metric == "replicas" for one in failed(case))
+
+
 def _kind(name: str) -> str:
     local = layer_of(name)[1]
     return _KIND_OF.get(local, local)
@@ -139,7 +149,7 @@ def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
     measured = worst(failed(case))
     if measured is None:
         reason = case.reason.partition("\n")[0]
-        return Cause(("reason", case.status, reason), reason or str(case.status))
+        return Cause(("reason", case.status, _broken(reason)), reason or str(case.status))
     nature = _nature(measured.metric)
     text = f"{measured.metric} beyond its budget ({case.suite or 'own tests'})"
     if not nature or not case.suite:
@@ -150,6 +160,12 @@ def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
     if nature == "disagree" and wrong <= rung:
         nature, rung = "wrong", wrong
     return Cause(("answers", nature, str(rung)), text)
+
+
+def _broken(reason: str) -> str:
+    """What went wrong, without where: an exception's name and text, if the reason ends with one."""
+    found = _EXCEPTION.search(reason)
+    return found[0] if found else reason
 
 
 def _lowest_rungs(cases: Iterable[CaseResult]) -> dict[tuple[str, str], int]:

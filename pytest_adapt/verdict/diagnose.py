@@ -20,10 +20,11 @@ from typing import Any
 
 from pytest_adapt.faults.registry import Fault, catalogue
 from pytest_adapt.target.protocol import OBSERVABLES
-from pytest_adapt.verdict.pattern import Pattern, family_of, function_of, narrowed, pattern_of
+from pytest_adapt.verdict.pattern import SETS, Pattern, family_of, function_of, narrowed, pattern_of
 
 __all__ = [
     "STRONG",
+    "Constants",
     "Diagnosis",
     "Known",
     "Match",
@@ -39,9 +40,7 @@ _DECADES = 2.0
 """Of the background's kernel."""
 _UNFIT = 0.05
 """Probability that a fault shows on a family for which the registry does not list it."""
-_SETS = ("site", "metric", "word")
-"""Kinds of flags of which a pattern names those that are set, and no other."""
-_TOLD = ("test", "value", *_SETS)
+_TOLD = ("test", "value", *sorted(SETS))
 """Kinds of flags that tell one story together."""
 _SHOWN = 4
 _MATRIX = Path(__file__).resolve().parents[1] / "faults" / "kill_matrix.json"
@@ -120,6 +119,7 @@ class Known:
     families: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Fault -> families on which it shows, where the registry knows it."""
     constants: Constants = Constants()
+    _seen: dict[str, dict[str, list[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], observable: str, constants: Constants | None = None) -> Known:
@@ -160,22 +160,18 @@ class Known:
         """Fault -> what was seen -> by how many nats that speaks for the fault, against the background."""
         found: dict[str, dict[str, float]] = {name: {} for name in self.rows}
         for feature in self._flags(pattern):
-            value = _flag(pattern, feature)
-            if value is None:
-                continue
-
-            def flag(row: Pattern, feature: str = feature) -> bool | None:
-                return _flag(row, feature)
-
-            self._discrete(found, feature if value else f"no {feature}", flag, value, 2)
+            value = pattern.flag(feature)
+            if value is not None:
+                seen = self._values(feature, lambda row, feature=feature: row.flag(feature))
+                self._discrete(found, feature if value else f"no {feature}", seen, value, 2)
         for feature, chosen in pattern.choices.items():
-
-            def choice(row: Pattern, feature: str = feature) -> str | None:
-                return row.choices.get(feature)
-
-            self._discrete(found, f"{feature} {chosen}", choice, chosen, 0)
+            seen = self._values(feature, lambda row, feature=feature: row.choices.get(feature))
+            self._discrete(
+                found, f"{feature} {chosen}", seen, chosen, len({one for ones in seen.values() for one in ones}) + 1
+            )
         for feature, number in pattern.numbers.items():
-            self._number(found, feature, number)
+            seen = self._values(feature, lambda row, feature=feature: row.numbers.get(feature))
+            self._number(found, f"{feature} {10.0**number:.2g}", seen, number)
         if family:
             self._family(found, family)
         return {name: _tempered(values, self.constants.temper) for name, values in found.items()}
@@ -184,48 +180,51 @@ class Known:
         vocabulary = {name for rows in self.rows.values() for row in rows for name in row.flags}
         # What no row ever showed is looked at too: it speaks against every known fault.
         return sorted(
-            {name for name in vocabulary if name in pattern.flags or _kind(name) in _SETS}
-            | {name for name in pattern.flags if _kind(name) in _SETS}
+            {name for name in vocabulary if name in pattern.flags or _kind(name) in SETS}
+            | {name for name in pattern.flags if _kind(name) in SETS}
         )
+
+    def _values(self, feature: str, value_of: Callable[[Pattern], Any]) -> dict[str, list[Any]]:
+        """Fault -> the values of a feature in its rows, those that know it; faults with none are left out."""
+        if feature not in self._seen:
+            seen = {
+                name: [one for row in rows if (one := value_of(row)) is not None] for name, rows in self.rows.items()
+            }
+            self._seen[feature] = {name: ones for name, ones in seen.items() if ones}
+        return self._seen[feature]
 
     def _discrete(
         self,
         found: dict[str, dict[str, float]],
         label: str,
-        value_of: Callable[[Pattern], bool | str | None],
+        seen: Mapping[str, Sequence[Any]],
         value: bool | str,
-        values: int,
+        kinds: int,
     ) -> None:
-        """Add the evidence of a feature with finitely many ``values`` (0: as many as there are in the rows)."""
-        seen = {name: [one for row in rows if (one := value_of(row)) is not None] for name, rows in self.rows.items()}
-        shares = [sum(one == value for one in ones) / len(ones) for ones in seen.values() if ones]
-        if not shares:
+        """Add the evidence of a feature with ``kinds`` different values."""
+        if not seen:
             return
         smoothing = self.constants.smoothing
-        kinds = values or len({one for ones in seen.values() for one in ones} | {value}) + 1
+        counts = {name: sum(one == value for one in ones) for name, ones in seen.items()}
+        shares = [count / len(seen[name]) for name, count in counts.items()]
         background = (sum(shares) + 1.0 / kinds) / (len(shares) + 1.0)
-        for name, ones in seen.items():
-            if ones:
-                share = (sum(one == value for one in ones) + smoothing * background) / (len(ones) + smoothing)
-                found[name][label] = math.log(share / background)
+        for name, count in counts.items():
+            share = (count + smoothing * background) / (len(seen[name]) + smoothing)
+            found[name][label] = math.log(share / background)
 
-    def _number(self, found: dict[str, dict[str, float]], feature: str, number: float) -> None:
-        seen = {
-            name: [row.numbers[feature] for row in rows if feature in row.numbers] for name, rows in self.rows.items()
-        }
-        densities = {
-            name: fmean(_normal(number - one, self.constants.width) for one in ones)
-            for name, ones in seen.items()
-            if ones
-        }
-        if not densities:
+    def _number(
+        self, found: dict[str, dict[str, float]], label: str, seen: Mapping[str, Sequence[Any]], number: float
+    ) -> None:
+        if not seen:
             return
+        smoothing, width = self.constants.smoothing, self.constants.width
+        densities = {name: fmean(_normal(number - one, width) for one in ones) for name, ones in seen.items()}
         # The last part: a value far from everything that was seen is no less likely under one fault than another.
         background = fmean([*densities.values(), _normal(_DECADES, _DECADES)])
         for name, density in densities.items():
-            count, smoothing = len(seen[name]), self.constants.smoothing
+            count = len(seen[name])
             smooth = (count * density + smoothing * background) / (count + smoothing)
-            found[name][f"{feature} {10.0**number:.2g}"] = math.log(smooth / background)
+            found[name][label] = math.log(smooth / background)
 
     def _family(self, found: dict[str, dict[str, float]], family: str) -> None:
         kinds = len({one for families in self.families.values() for one in families} | {family})
@@ -290,18 +289,6 @@ def _families(fault: Fault) -> frozenset[str]:
 
 def _kind(feature: str) -> str:
     return feature.partition(" ")[0]
-
-
-def _flag(pattern: Pattern, feature: str) -> bool | None:
-    """The value of a flag. Of a set, what is not named is not set, where it could have been: sites where any site was
-    compared, a suite's metrics and words where a test of the suite was judged."""
-    if feature in pattern.flags:
-        return pattern.flags[feature]
-    kind, _, rest = feature.partition(" ")
-    if kind not in _SETS:
-        return None
-    needed = f"test {rest.partition(' ')[0]}/" if kind in ("metric", "word") else "site "
-    return False if any(name.startswith(needed) for name in pattern.flags) else None
 
 
 def _tempered(values: Mapping[str, float], temper: float) -> dict[str, float]:

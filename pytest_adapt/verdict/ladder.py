@@ -129,8 +129,12 @@ def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
             cluster.cause = f"first divergence in {layer_of(cluster.sites[0])[1]}"
         else:
             cluster.cause = cluster.cause_of(cluster.first).text
-    order = sorted(found, key=lambda key: (_rung_index(found[key].first), -len(found[key].cases), key))
-    return [found[key] for key in order]
+
+    def place(cluster: Cluster) -> tuple[object, ...]:
+        start = dataflow(cluster.sites[0]) if cluster.sites else ()
+        return _rung_index(cluster.first), -len(cluster.cases), start, cluster.cause
+
+    return sorted(found.values(), key=place)
 
 
 def _state(cases: Sequence[CaseResult]) -> str:

@@ -17,15 +17,18 @@ from typing import Any
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.result import RUNGS
 
-__all__ = ["AXES", "Pattern", "family_of", "function_of", "narrowed", "pattern_of"]
+__all__ = ["AXES", "SETS", "Pattern", "family_of", "function_of", "narrowed", "pattern_of"]
 
 AXES: tuple[str, ...] = ("tp", "pp", "ep", "sp", "dp", "etp")
+SETS: frozenset[str] = frozenset({"site", "metric", "word"})
+"""Kinds of flags of which a pattern names those that are set, and no other."""
 _FAMILIES: Mapping[str, str] = {"deepseek": "deepseek_v3", "qwen3": "qwen3_moe", "mixtral": "mixtral", "llama": "llama"}
 _WORD = re.compile(r"[a-z]{4,}")
 _CASE = re.compile(r"\S*::\S*|\S+-\d+\b")
 """Names of cases and prompts, which are no words."""
 _SPLIT = re.compile(r"([a-z]+)(\d+)")
 _EDGES = (1, 2, 16, 64, 128, 512, 1024, 4096)
+_MEASURED = 8
 _PAGE = 16
 """Positions around multiples of it are borders of pages, chunks and windows of every conformance model."""
 
@@ -40,6 +43,18 @@ class Pattern:
     """One of several values (``divergence``: the site without its layer)."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Decimal logarithms (``error``: of the first divergence, relative to its row)."""
+    judged: frozenset[str] = frozenset()
+    """Suites of which a test was judged; ``site`` where any site was compared."""
+
+    def flag(self, name: str) -> bool | None:
+        """The value of a flag. Of those that are named where they are set (sites, metrics, words), what is not named
+        is not set, where it could have been."""
+        if name in self.flags:
+            return self.flags[name]
+        kind, _, rest = name.partition(" ")
+        if kind not in SETS:
+            return None
+        return False if (kind if kind == "site" else rest.partition(" ")[0]) in self.judged else None
 
 
 def pattern_of(
@@ -56,15 +71,10 @@ def pattern_of(
     flags |= {f"test {function_of(str(case['case']))}": True for case in red}
     choices: dict[str, str] = {}
     numbers: dict[str, list[float]] = {}
-    failed = [one for case in red for one in case.get("measurements") or () if not one["ok"]]
+    failed = [one for case in red for one in _failed(case)]
     sites = [layer_of(one["site"]) for one in failed if one.get("site")]
     flags |= {f"site {local}": True for _, local in sites}
-    flags |= {
-        f"metric {_suite(case)} {one['metric']}": True
-        for case in red
-        for one in case.get("measurements") or ()
-        if not one["ok"]
-    }
+    flags |= {f"metric {_suite(case)} {one['metric']}": True for case in red for one in _failed(case)}
     flags |= {f"word {_suite(case)} {word}": True for case in red for word in _words(case)}
     if single is not None:
         split = {axis for case in red for axis, size in _SPLIT.findall(str(case.get("layout", ""))) if int(size) > 1}
@@ -95,7 +105,13 @@ def pattern_of(
     elif places := [int(one["position"]) for one in failed if one.get("position") is not None]:
         choices["position"] = _place(min(places))
         flags["border"] = _at_border(min(places))
-    return Pattern(flags, choices, {name: median(values) for name, values in numbers.items()})
+    judged = {name.partition(" ")[2].partition("/")[0] for name in flags if name.startswith("test ")}
+    return Pattern(
+        flags,
+        choices,
+        {name: median(values) for name, values in numbers.items()},
+        frozenset(judged | ({"site"} if sites else set())),
+    )
 
 
 def narrowed(case: Mapping[str, Any], sites: Iterable[str]) -> Mapping[str, Any]:
@@ -107,13 +123,7 @@ def narrowed(case: Mapping[str, Any], sites: Iterable[str]) -> Mapping[str, Any]
     first = case.get("divergence")
     if first is not None and first["site"] not in wanted:
         own = next((one for one in measured if one.get("site") and not one["ok"]), None)
-        first = own and {
-            "site": own["site"],
-            "position": own["position"] or 0,
-            "error": own["value"],
-            "got": "",
-            "expected": "",
-        }
+        first = own and {"site": own["site"], "position": own.get("position") or 0, "error": own["value"]}
     return {**case, "measurements": measured, "divergence": first}
 
 
@@ -125,6 +135,11 @@ def function_of(case: str) -> str:
 def family_of(model: str) -> str:
     """Family that a conformance model's name says; "" where it says none."""
     return next((family for word, family in _FAMILIES.items() if word in model), "")
+
+
+def _failed(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The measurements that a row of the kill matrix keeps of a case."""
+    return [one for one in case.get("measurements") or () if not one["ok"]][:_MEASURED]
 
 
 def _rung(case: Mapping[str, Any]) -> int:
@@ -140,7 +155,7 @@ def _add_values(numbers: dict[str, list[float]], flags: dict[str, bool], diverge
         numbers.setdefault("error", []).append(error)
     try:
         got, expected = float(divergence["got"]), float(divergence["expected"])
-    except ValueError:  # chosen experts, or words
+    except (KeyError, ValueError):  # chosen experts, words, nothing
         return
     flags["zero"] = got == 0.0 or flags.get("zero", False)
     flags["other sign"] = got * expected < 0 or flags.get("other sign", False)
@@ -153,7 +168,7 @@ def _add_peak(numbers: dict[str, list[float]], failed: Sequence[Mapping[str, Any
     found: dict[tuple[str, str], dict[str, float]] = {}
     for one in failed:
         if one.get("site") and layer_of(one["site"])[1] == local and (value := _log(one["value"])) is not None:
-            found.setdefault((one["prompt"], one["site"]), {})[one["metric"]] = value
+            found.setdefault((one.get("prompt", ""), one["site"]), {})[one["metric"]] = value
     peaks = [both["site.max"] - both["site.rms"] for both in found.values() if len(both) == 2 and "site.max" in both]
     if peaks:
         numbers["peak"] = peaks
@@ -161,8 +176,8 @@ def _add_peak(numbers: dict[str, list[float]], failed: Sequence[Mapping[str, Any
 
 def _words(case: Mapping[str, Any]) -> set[str]:
     """Words of what was said; not those of a metric or site, which are features of their own."""
-    measured = case.get("measurements") or ()
-    said = [str(one.get("detail", "")) for one in measured if not one["ok"] and not one.get("site")]
+    measured = _failed(case)
+    said = [str(one.get("detail", "")) for one in measured if not one.get("site")]
     return {
         word
         for text in (said if measured else [str(case.get("reason", ""))])

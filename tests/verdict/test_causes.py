@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,15 @@ def test_a_residual_stream_that_comes_wrong_to_a_layer_is_one_cause() -> None:
 
 
 @pytest.mark.requirement(116)
+def test_where_copies_drift_apart_all_that_follows_is_one_cause() -> None:
+    wrong = sites("moe.shared", layers=(2,)) + sites("attn.q", "attn.context", layers=(3,))
+    together = red("layouts", "a", over(metric="replicas"), *wrong, at="layer.2.moe.shared", layout="tp2")
+    assert causes(together) == [("first divergence in moe.shared", 1)]
+    apart = red("layouts", "b", *wrong, at="layer.2.moe.shared", layout="tp2")
+    assert len(clusters([together, apart])) == 3
+
+
+@pytest.mark.requirement(116)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -124,6 +134,20 @@ def test_without_sites_what_says_something_else_is_a_cause_of_its_own() -> None:
         len(clusters([answers("consistent", "chunks", "agree.rms"), answers("stress", "crowd", "returned.running")]))
         == 2
     )
+
+
+def test_an_exception_has_one_cause_wherever_it_was_raised() -> None:
+    def broken(layout: str, reason: str) -> CaseResult:
+        return replace(red("layouts", layout, layout=layout), reason=reason)
+
+    text = "RuntimeError: cannot reshape tensor of 0 elements"
+    one, two = (
+        broken("ep2", f"cannot open m ep2 bf16: rank 1 (ep1): {text}"),
+        broken("pp2", f"cannot open m pp2: {text}"),
+    )
+    assert causes(one, two) == [(one.reason, 2)]
+    assert len(clusters([one, broken("sp2", "cannot open m sp2: KeyError: 'scores'")])) == 2
+    assert len(clusters([one, broken("sp2", "no answer within 600 s")])) == 2
 
 
 def test_a_site_that_the_vocabulary_does_not_know_comes_last() -> None:
