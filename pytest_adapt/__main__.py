@@ -15,6 +15,7 @@ COMMANDS = {
     "lint": ("pytest_adapt.audit.lint", "requirement numbers, waivers, golden records and budgets, without a run"),
     "headroom": ("pytest_adapt.audit.headroom", "how much of its budget each cell used, run after run"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults; what the suites see of each"),
+    "diagnose": ("pytest_adapt.verdict.diagnose_cli", "which known faults a failed run looks like"),
 }
 
 

@@ -35,6 +35,8 @@ class ModelHandle:
         self.floor = 0
         self.most = 0
         """Largest number of prompts that a test gets; 0 for all."""
+        self.only: tuple[str, int] | None = None
+        """The one prompt that tests get, and how many of its tokens (0 for all)."""
 
     @property
     def name(self) -> str:
@@ -79,8 +81,10 @@ class ModelHandle:
 
         With the item's own context length as the limit, prompts that fit a smaller context of this run are left
         out: they are judged in that context's row, once. Where nothing is left, one prompt is cut to the limit.
-        A profile may cap their number.
+        A profile may cap their number. With --adapt-prompt there is that one only, of whatever length.
         """
+        if self.only is not None:
+            return self._the_one(*self.only)
         everything = sorted(self.all_prompts.items(), key=lambda item: (len(item[1]), item[0]))
         least = self.floor if limit is not None and limit == self.context else 0
         fitting = {name: ids for name, ids in everything if least < len(ids) <= (limit or len(ids))}
@@ -147,6 +151,15 @@ class ModelHandle:
 
     def __repr__(self) -> str:
         return f"<model {self.name}>"
+
+    def _the_one(self, name: str, count: int) -> dict[str, tuple[int, ...]]:
+        if name not in self.all_prompts:
+            raise Verdict(
+                Status.UNKNOWN,
+                f"model {self.name} has no prompt {name!r} (--adapt-prompt); it has {', '.join(self.all_prompts)}",
+            )
+        tokens = self.all_prompts[name]
+        return {name: tokens[: count or len(tokens)]}
 
     @cached_property
     def all_prompts(self) -> Mapping[str, tuple[int, ...]]:

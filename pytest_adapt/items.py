@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.matrix import Cell, Mark
-from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Flips, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Divergence, Figure, Flips, Measurement, Prefix, Status
 from pytest_adapt.verdict.status import GREEN
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ItemState:
     proposed: int = 0
     """Records that the reference had proposed before this item."""
     divergence: Divergence | None = None
+    prefix: Prefix | None = None
     seconds: float = 0.0
     open_seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
@@ -142,6 +143,7 @@ class ItemState:
             flips=list(getattr(judge, "flips", ())),
             divergence=divergence,
             attempts=max(1, self.attempts),
+            prefix=self.prefix,
             requirements=self.requirements,
             seconds=self.seconds,
             open_seconds=self.open_seconds,
@@ -198,6 +200,8 @@ def case_from_json(text: str) -> CaseResult:
     if found := raw["divergence"]:
         lists = {name: tuple(found[name]) for name in ("element", "ranks")}
         raw["divergence"] = Divergence(**{**found, **lists})
+    if found := raw["prefix"]:
+        raw["prefix"] = Prefix(**found)
     raw["requirements"] = tuple(raw["requirements"])
     return CaseResult(**{name.name: raw[name.name] for name in fields(CaseResult)})
 

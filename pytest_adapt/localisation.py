@@ -17,6 +17,7 @@ __all__ = ["first_divergence"]
 
 _NEW_TOKENS = 8
 _LONGEST = 512
+_FAILED = 3
 
 
 def first_divergence(state: ItemState) -> Divergence | None:
@@ -57,10 +58,12 @@ def _tapped(target: OpenTarget) -> Iterator[OpenTarget]:
 
 
 def _prompts(state: ItemState) -> list[tuple[str, tuple[int, ...]]]:
-    """Prompts that failed, as far as measurements name them, then a short one."""
-    assert state.model is not None
-    known = state.model.prompts(_LONGEST)
+    """Prompts that failed, as far as measurements name them, then a short one of the model's."""
+    assert state.model is not None and state.target is not None
+    own = state.model.prompts(_LONGEST)
+    asked = {name: tokens for name, tokens in state.target.prompts().items() if 1 < len(tokens) <= _LONGEST}
+    known = {**asked, **own}
     failed = [one.prompt.partition(":")[0] for one in state.judge.failures()]
-    names = [name for name in dict.fromkeys(failed) if name in known][:3]
-    spare = [name for name, tokens in known.items() if len(tokens) > 1 and name not in names][-1:]
+    names = [name for name in dict.fromkeys(failed) if name in known][:_FAILED]
+    spare = [name for name, tokens in own.items() if len(tokens) > 1 and name not in names][-1:]
     return [(name, known[name]) for name in [*names, *spare]]

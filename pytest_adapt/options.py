@@ -85,6 +85,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("precisions", "precisions to run", (), "P[,..]", _PRECISIONS, kind="list"),
     Option("contexts", "context lengths to run, in tokens", (), "TOKENS[,..]", kind="list"),
+    Option("prompt", "give tests this prompt only, or its first tokens", None, "NAME[:TOKENS]"),
     Option("profile", "how much runs", "day0", "PROFILE", ("smoke", "day0", "full")),
     Option(
         "require",
@@ -153,6 +154,8 @@ class Settings:
     layouts: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
+    prompt: tuple[str, int] | None = None
+    """Name and number of tokens (0 for all) of the only prompt."""
     profile: str = "day0"
     require: str = ""
     observables: tuple[str, ...] = ()
@@ -183,6 +186,8 @@ class Settings:
         words = []
         for option in OPTIONS:
             value = getattr(self, option.name)
+            if option.name == "prompt" and value is not None:
+                value = f"{value[0]}:{value[1]}"
             if option.name in skipped or self.sources.get(option.name) in (None, "ini file"):
                 continue
             text = (
@@ -286,6 +291,7 @@ def read_settings(config: pytest.Config) -> Settings:
     values["layouts"] = _layouts(values["layouts"])
     values["strength"] = int(values["strength"])
     values["contexts"] = tuple(_context(text) for text in values["contexts"])
+    values["prompt"] = _prompt(values["prompt"])
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
     for name in ("report", "dump"):
@@ -421,6 +427,16 @@ def _context(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 1 << 24:
         raise pytest.UsageError(f"--adapt-contexts: {text!r} is not a number of tokens (1 to {1 << 24})")
     return int(text)
+
+
+def _prompt(text: str | None) -> tuple[str, int] | None:
+    """``random-150:17`` as name and number of tokens; ``random-150`` for all of them."""
+    if text is None:
+        return None
+    name, colon, count = text.rpartition(":") if ":" in text else (text, "", "")
+    if not name or (colon and not (count.isdecimal() and int(count) > 0)):
+        raise pytest.UsageError(f"--adapt-prompt: {text!r} is no prompt; write NAME or NAME:TOKENS, as random-150:17")
+    return name, int(count or 0)
 
 
 def _check_writable(flag: str, value: str, start: Path) -> None:

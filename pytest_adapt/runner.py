@@ -405,6 +405,7 @@ class Runner:
         handle = self._handles[name]
         handle.context = state.context or None
         handle.most = self.matrix.prompts.get(name, 0)
+        handle.only = self.settings.prompt
         handle.floor = self.matrix.floor(name, state.context) if state.context else 0
         state.model = handle
         return handle
@@ -491,8 +492,10 @@ class Runner:
         if getattr(state.judge, "divergence", None) is not None or not any(one.observable for one in failures):
             return
         from pytest_adapt.localisation import first_divergence
+        from pytest_adapt.shortest import shortest_prefix
 
         state.divergence = first_divergence(state)
+        state.prefix = shortest_prefix(state)
 
     def _end(self, state: ItemState, status: Status, reason: str) -> None:
         """Give pytest the outcome of a status."""
@@ -515,6 +518,8 @@ class Runner:
         lines = [state.case if status is Status.FAIL else f"{status}: {state.case}", reason]
         if state.divergence is not None:
             lines.append(f"first divergence: {state.divergence}")
+        if state.prefix is not None:
+            lines.append(f"shortest: {state.prefix}")
         lines.append(f"repeat: {self.command_of(state)}")
         return "\n".join(lines)
 
@@ -530,8 +535,9 @@ class Runner:
         file, _, rest = case.nodeid.partition("::")
         here = Path(self.config.invocation_params.dir)
         path = case.case.partition("::")[0] if case.suite else shipped.relative(self.config.rootpath / file, here)
-        arguments = self.settings.arguments(without=("time", "strength"))
-        return shlex.join([*self.program, *arguments, f"{path}::{rest}"])
+        narrowed = () if case.prefix is None else (case.prefix.argument,)
+        given = self.settings.arguments(without=("time", "strength", *(("prompt",) if narrowed else ())))
+        return shlex.join([*self.program, *given, *narrowed, f"{path}::{rest}"])
 
     @property
     def timing_command(self) -> str:

@@ -267,6 +267,7 @@ class OpenTarget:
         """Observables that were asked for."""
         self.responses: dict[str, Response] = {}
         """Answers by request id (what --adapt-dump writes)."""
+        self._asked: dict[str, tuple[int, ...]] = {}
         self._scored: dict[tuple[int, ...], Response] = {}
         self._number = 0
 
@@ -328,6 +329,7 @@ class OpenTarget:
                 raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
             self.observables_used |= want
             asked.append(replace(request, want=want))
+        self._asked |= {one.id.partition("#")[0]: one.prompt for one in asked}
         answers = self._host.run(self._opened, asked, answered, aborted)
         self.responses.update(answers)
         self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
@@ -396,6 +398,13 @@ class OpenTarget:
     def answer_to(self, tokens: Iterable[int]) -> Response | None:
         """The last teacher-forced answer to a prompt in this item."""
         return self._scored.get(tuple(tokens))
+
+    def prompts(self) -> dict[str, tuple[int, ...]]:
+        """The prompts of this item by the names that the test gave them (the last of each name), variants' included."""
+        found = dict(self._asked)
+        for one in self._variants.values():
+            found |= one.prompts()
+        return found
 
     def deployments(self) -> list[Deployment]:
         """This deployment and the variants of it that were asked for."""

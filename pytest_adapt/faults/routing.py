@@ -76,7 +76,7 @@ def _dropped_groups_hold_zero(routing: Any, logits: Any, bias: Any, spec: Any) -
     import torch
 
     selection = routing.selection
-    grouped = selection.reshape(len(selection), spec.groups, -1)
+    grouped = selection.unflatten(1, (spec.groups, -1))  # a rank may have no row
     kept = grouped.topk(2, -1).values.sum(-1).topk(spec.top_groups, -1).indices
     mask = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter_(1, kept, True)
     masked = grouped.masked_fill(~mask[..., None], 0.0).reshape(selection.shape)

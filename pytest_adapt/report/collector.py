@@ -47,6 +47,8 @@ class Collector:
         self._quotas: tempfile.TemporaryDirectory[str] | None = None
         self.exercised: set[tuple[str, str]] = set()
         """(model, layout) on which what the fault of this run replaced was called."""
+        self.document: dict[str, Any] = {}
+        """What was written to report.json."""
         self._started = time.monotonic()
         self._pending = {note.name: note.stat().st_mtime_ns for note in self._pending_folder.glob("*.json")}
 

@@ -39,7 +39,8 @@ def report_path(collector: Collector) -> Path:
 def write_report(collector: Collector, exit_status: int) -> str:
     """Write report.json in one step; the path as text, or "" (with a warning) where the directory cannot be written."""
     path = report_path(collector)
-    text = json.dumps(_plain(document(collector, exit_status)), indent=1, allow_nan=False)
+    collector.document = _plain(document(collector, exit_status))
+    text = json.dumps(collector.document, indent=1, allow_nan=False)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
                 "cause": cluster.cause,
                 "cases": [case.case for case in cluster.cases],
                 "first": cluster.first.case,
+                "sites": list(cluster.sites),
                 "command": runner.command_of(cluster.first),
             }
             for cluster in clusters(collector.cases)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.report.operators import coverage_line
-from pytest_adapt.verdict.ladder import Cluster, clusters, worst
-from pytest_adapt.verdict.result import CaseResult, Figure
+from pytest_adapt.verdict.causes import failed, worst
+from pytest_adapt.verdict.ladder import Cluster, clusters
+from pytest_adapt.verdict.result import CaseResult, Figure, Measurement
 
 if TYPE_CHECKING:
     from pytest_adapt.report.collector import Collector
 
 __all__ = ["counts_line", "summary_lines", "write_summary"]
 
+SCREEN = 24
+"""Lines that a summary may take, with those that a terminal of WIDTH columns wraps."""
+WIDTH = 120
 _MOST_CLUSTERS = 5
 _MOST_FIGURES = 4
 _MOST_PATCH = 24
@@ -31,7 +35,8 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     """(line, markup) of the summary."""
     lines: list[tuple[str, dict[str, bool]]] = []
     if collector.fatal:
-        lines += [(line, {"red": True}) for line in f"the target cannot be used: {collector.fatal}".splitlines()[:20]]
+        text = f"the target cannot be used: {collector.fatal}"
+        lines += [(_cut(line, 1), {"red": True}) for line in text.splitlines()[: SCREEN - 8]]
     cases = collector.cases
     if not cases:
         return lines
@@ -45,32 +50,62 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
     if said := collector.fault_report()[1]:
         lines.append((said, {"red": True}))
-    command = collector.runner.command_of
-    for number, cluster in enumerate(found[:_MOST_CLUSTERS], start=1):
-        lines.append((f"{number}. {_title(cluster)}", {"red": True}))
-        lines += [(f"   {line}", {}) for line in _details(cluster)]
-        label = "next command" if number == 1 else "repeat"
-        lines.append((f"   {label}: {command(cluster.first)}", {}))
-    if len(found) > _MOST_CLUSTERS:
-        rest = len(found) - _MOST_CLUSTERS
-        lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
-    lines += _waiver_lines(collector)
     again = sum(case.attempts > 1 for case in cases)
-    if again:
-        lines.append((f"run again by another plugin: {again}; reruns add evidence, an earlier verdict stands", {}))
-    flips = _flips_line(cases)
-    if flips:
-        lines.append((flips, {}))
+    rerun = f"run again by another plugin: {again}; reruns add evidence, an earlier verdict stands" if again else ""
     missing = _not_shown(cases, collector.runner.timing_command)
-    if missing:
-        lines.append((missing, {}))
-    if operators := coverage_line(cases):
-        lines.append((operators, {}))
-    lines += [(line, {}) for line in _figure_lines(cases)]
+    told = (rerun, _flips_line(cases), missing, coverage_line(cases), *_figure_lines(cases))
+    tail = [_cut(line) for line in told if line]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
-    lines.append((f"engineering reference: {collector.seconds:.1f} s{memory}{where}", {}))
+    tail.append(f"engineering reference: {collector.seconds:.1f} s{memory}{where}")
+    lines += _causes(collector, found, SCREEN - 1 - _height([*(line for line, _ in lines), *tail]))
+    # The patch of a waiver file comes whole: it is for copying.
+    return lines + _waiver_lines(collector) + [(line, {}) for line in tail]
+
+
+def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple[str, dict[str, bool]]]:
+    """The causes, as many as ``room`` lines hold; the first in any case, because it is the one to mend first."""
+    lines: list[tuple[str, dict[str, bool]]] = []
+    likely = _likely(collector) if found else {}
+    for number, cluster in enumerate(found[:_MOST_CLUSTERS], start=1):
+        case = cluster.first
+        details = [f"{case.rung or 'beside the ladder'}: {case.case}", *_details(cluster)]
+        if number - 1 in likely:
+            details.append(likely[number - 1])
+        label = "next command" if number == 1 else "repeat"
+        own = [
+            (_cut(f"{number}. {_title(cluster)}"), {"red": True}),
+            *((_cut(f"   {line}"), {}) for line in details),
+            (f"   {label}: {collector.runner.command_of(case)}", {}),
+        ]
+        if number > 1 and _height([line for line, _ in [*lines, *own]]) > room:
+            break
+        lines += own
+    else:
+        number = len(found[:_MOST_CLUSTERS]) + 1
+    if rest := len(found) - number + 1:
+        lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
     return lines
+
+
+def _likely(collector: Collector) -> dict[int, str]:
+    """Index of a cluster -> the known fault that it looks like, where the match is strong and faults are measured."""
+    from pytest_adapt.verdict.diagnose import MatrixError, of_report, one_line, read_matrix
+
+    try:
+        found = of_report(collector.document, read_matrix())
+    except (MatrixError, KeyError, TypeError, ValueError):  # a summary never raises, whatever the file holds
+        return {}
+    return {index: line for index, one in enumerate(found) if (line := one_line(one))}
+
+
+def _cut(line: str, most: int = 2) -> str:
+    """At most so many lines of a terminal."""
+    return line if len(line) <= most * WIDTH else f"{line[: most * WIDTH - 4]} ..."
+
+
+def _height(lines: list[str]) -> int:
+    return sum(max(1, -(-len(line) // WIDTH)) for line in lines)
 
 
 def counts_line(cases: list[CaseResult]) -> str:
@@ -94,22 +129,22 @@ def _title(cluster: Cluster) -> str:
 
 
 def _details(cluster: Cluster) -> list[str]:
+    """Where it came about, and what is most beyond its budget."""
     case = cluster.first
-    lines = [f"{case.rung or 'beside the ladder'}: {case.case}"]
-    if case.divergence is not None:
+    cause = cluster.cause_of(case)
+    measured = failed(case, cause)
+    lines = []
+    if case.divergence is not None and (not cause.sites or case.divergence.site in cause.sites):
         lines.append(str(case.divergence))
-    measured = worst(case)
-    if measured is not None and not measured.ok:
-        where = f" at position {measured.position}" if measured.position is not None else ""
-        prompt = f" of {measured.prompt}" if measured.prompt else ""
-        site = f" in {measured.site}" if measured.site else ""
-        times = f" ({measured.use:.3g} x budget)" if measured.budget else ""
-        detail = f"; {measured.detail}" if measured.detail else ""
-        lines.append(
-            f"{measured.metric} {measured.value:.4g}, budget {measured.budget:.4g}{times}{where}{prompt}{site}{detail}"
-        )
+        measured = [one for one in measured if not one.site] or measured
+    elif cause.sites:  # not the first divergence of its case, but the first of this cause
+        measured = [one for one in measured if one.site == cause.sites[0]] or measured
+    if (most := worst(measured)) is not None:
+        lines.append(_beyond(most))
     elif case.divergence is None and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
+    if case.prefix is not None:
+        lines.append(f"shortest: {case.prefix}")
     return lines
 
 
@@ -126,6 +161,16 @@ def _flips_line(cases: list[CaseResult]) -> str:
     if not without and not sum(counts[1] for counts in found.values()):
         return ""
     return f"flips: {' and '.join(shown)} with a certificate, {without} without"
+
+
+def _beyond(measured: Measurement) -> str:
+    where = f" at position {measured.position}" if measured.position is not None else ""
+    prompt = f" of {measured.prompt}" if measured.prompt else ""
+    site = f" in {measured.site}" if measured.site else ""
+    times = f" ({measured.use:.3g} x budget)" if measured.budget else ""
+    detail = f"; {measured.detail}" if measured.detail else ""
+    head = f"{measured.metric} {measured.value:.4g}, budget {measured.budget:.4g}{times}"
+    return f"{head}{where}{prompt}{site}{detail}"
 
 
 def _figure_lines(cases: list[CaseResult]) -> list[str]:

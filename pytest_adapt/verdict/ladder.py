@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_adapt.sites import layer_of
-from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement
+from pytest_adapt.verdict.causes import Cause, causes_of, dataflow
+from pytest_adapt.verdict.result import RUNGS, CaseResult
 from pytest_adapt.verdict.status import outcome
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "clusters",
     "is_red",
     "rung_of",
-    "worst",
 ]
 
 SUITE_RUNGS: Mapping[str, str] = {
@@ -112,14 +112,24 @@ class Ladder:
 class Cluster:
     """Red cases that share one cause, in the order in which they ran."""
 
-    key: tuple[str, ...]
     cause: str
     cases: list[CaseResult] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
+    """What each case is put down to, with its own sites."""
 
     @property
     def first(self) -> CaseResult:
         """The case to look at: of the lowest rung, and there the one that showed sites itself, if one did."""
         return min(self.cases, key=lambda case: (_rung_index(case), "taps" not in case.observable.split("+")))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Full names of all red sites of this cause, in dataflow order."""
+        return tuple(sorted({name for cause in self.causes for name in cause.sites}, key=dataflow))
+
+    def cause_of(self, case: CaseResult) -> Cause:
+        """What a case of the cluster is put down to here."""
+        return next(cause for one, cause in zip(self.cases, self.causes, strict=True) if one is case)
 
     def values(self, name: str) -> list[str]:
         """Distinct values of a field of the cases (model, precision, suite ...), sorted."""
@@ -160,33 +170,27 @@ def climb(cases: Iterable[CaseResult], profile: str = "full", absent: Collection
 
 
 def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
-    """Red cases by cause, the lowest rung first, then the largest cluster."""
+    """Red cases by cause, the lowest rung first, then the largest cluster. A case with several causes is in several."""
     found: dict[tuple[str, ...], Cluster] = {}
     red = [case for case in cases if is_red(case)]
     # What a red item blocked is no cause of its own.
-    for case in [case for case in red if case.status != "blocked"] or red:
-        key, cause = _cause(case)
-        found.setdefault(key, Cluster(key, cause)).cases.append(case)
-    return sorted(found.values(), key=lambda cluster: (_rung_index(cluster.first), -len(cluster.cases), cluster.key))
+    red = [case for case in red if case.status != "blocked"] or red
+    for case, causes in zip(red, causes_of(red), strict=True):
+        for cause in causes:
+            cluster = found.setdefault(cause.key, Cluster(cause.text))
+            cluster.cases.append(case)
+            cluster.causes.append(cause)
+    for cluster in found.values():
+        if cluster.sites:
+            cluster.cause = f"first divergence in {layer_of(cluster.sites[0])[1]}"
+        else:
+            cluster.cause = cluster.cause_of(cluster.first).text
 
+    def place(cluster: Cluster) -> tuple[object, ...]:
+        start = dataflow(cluster.sites[0]) if cluster.sites else ()
+        return _rung_index(cluster.first), -len(cluster.cases), start, cluster.cause
 
-def worst(case: CaseResult) -> Measurement | None:
-    """The measurement that used most of its budget, a failed one first, then one that is undecided."""
-    return max(case.measurements, key=lambda one: (not one.ok and one.settled, not one.ok, one.use), default=None)
-
-
-def _cause(case: CaseResult) -> tuple[tuple[str, ...], str]:
-    """(key, one line). Site without layer and position where there is a divergence; else metric; else reason."""
-    if case.divergence is not None:
-        local = layer_of(case.divergence.site)[1]
-        return ("site", local), f"first divergence in {local}"
-    failed = worst(case)
-    if failed is not None and not failed.ok:
-        what = "beyond its budget" if failed.settled else "undecided: too few samples"
-        key = ("metric", case.rung, case.suite, failed.metric, *(() if failed.settled else ("undecided",)))
-        return key, f"{failed.metric} {what} ({case.suite or 'own tests'})"
-    reason = case.reason.partition("\n")[0]
-    return ("reason", case.status, reason), reason or str(case.status)
+    return sorted(found.values(), key=place)
 
 
 def _state(cases: Sequence[CaseResult]) -> str:

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Flips", "Measurement", "Status"]
+__all__ = ["RUNGS", "CaseResult", "Divergence", "Figure", "Flips", "Measurement", "Prefix", "Status"]
 
 
 class Status(StrEnum):
@@ -144,6 +144,39 @@ class Divergence:
         return f"{line}; {self.note}" if self.note else line
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """The shortest beginning of a prompt that was seen to fail alone."""
+
+    prompt: str
+    tokens: int
+    """Its length."""
+    whole: int
+    """Tokens of the whole prompt."""
+    passes: int
+    """The longest beginning below it that does not fail; 0 for none."""
+    requests: int
+    """How many were spent."""
+    longer_passes: int = 0
+    """A longer beginning that does not fail: then the failure does not grow with the prompt, and shorter ones than
+    ``tokens`` may fail that were not tried."""
+
+    @property
+    def argument(self) -> str:
+        """Command-line argument that runs a suite with just these tokens."""
+        return f"--adapt-prompt={self.prompt}:{self.tokens}"
+
+    def __str__(self) -> str:
+        what = f"the first {self.tokens} of {self.whole} tokens of {self.prompt} show it"
+        if self.passes + 1 < self.tokens:
+            what += f", {self.passes or 'none'} do not, between them nothing was tried"
+        elif self.passes:
+            what += f", {self.passes} do not"
+        if self.longer_passes:
+            what += f"; not monotonic: {self.longer_passes} do not either"
+        return f"{what} ({self.requests} requests)"
+
+
 @dataclass
 class CaseResult:
     """One item of the run."""
@@ -169,6 +202,7 @@ class CaseResult:
     divergence: Divergence | None = None
     attempts: int = 1
     """How often the item ran, where another plugin reruns it: its first verdict stands, its samples add up."""
+    prefix: Prefix | None = None
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0
     open_seconds: float = 0.0

@@ -1,0 +1,324 @@
+"""A red run against the kill matrix: the true fault, nothing known, and what speaks for either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_adapt.verdict.diagnose import Diagnosis, MatrixError, of_report, one_line, read_matrix
+from pytest_adapt.verdict.diagnose_cli import main
+from pytest_adapt.verdict.pattern import pattern_of
+
+SITES = "correctness/test_sites.py::test_each_operation"
+PREDICTIONS = "correctness/test_predictions.py::test_predictions"
+LAYOUTS = "correctness/test_layouts.py::test_each_operation"
+CHUNKED = "consistency/test_paths.py::test_chunked"
+CROWD = "stress/test_secrets.py::test_each_of_32"
+
+# fault -> (site, layers, error, got / expected, first position)
+WHITE_BOX = {
+    "RT04": ("moe.router.weights", (2, 3), 1.5, 2.5, 0),
+    "RT01": ("moe.router.weights", (2, 3), 0.2, 1.1, 0),
+    "RP12": ("attn.q_rope", (0, 1), 1.1, -0.4, 1),
+    "RP04": ("attn.q_rope", (0, 1), 2e-3, 1.001, 3),
+    "NM05": ("attn.norm", (0, 1), 0.9, 0.1, 0),
+    "AT25": ("attn.context", (0, 1), 0.4, 0.7, 2),
+    "WL90": ("moe.experts.gate", (2,), 1.4, -1.2, 0),
+    "EX04": ("moe.shared", (2, 3), 1.0, 2.0, 0),
+}
+SAID = {
+    "ME03": ("returned.kv_blocks_available", "12 when all is done, 64 expected"),
+    "SC10": ("secret", "3 of 24 tokens are not its own"),
+    "AT14": ("secret", "24 of 24 tokens are not its own: they are the secret of walk-7, which ran beside it"),
+}
+
+
+def case(name: str, *, model: str, layout: str, precision: str, **given: Any) -> dict[str, Any]:
+    found = {
+        "case": f"{name}[{model}-{layout}-{precision}]",
+        "status": "fail",
+        "suite": name.partition("/")[0],
+        "rung": "correct",
+        "model": model,
+        "layout": layout,
+        "precision": precision,
+        "context": 0,
+        "observable": "taps",
+        "reason": "beyond its budget",
+        "divergence": None,
+        "measurements": [],
+    }
+    return found | given
+
+
+def measured(metric: str, value: float, site: str = "", detail: str = "") -> dict[str, Any]:
+    where = {"observable": "taps" if site else "text", "prompt": "random-37", "position": 1}
+    return {"metric": metric, "value": value, "budget": 0.1, "ok": False, "site": site, "detail": detail} | where
+
+
+def red(fault: str, taps: bool = True, scale: float = 1.0, layout: str = "single", **cell: str) -> list[dict[str, Any]]:
+    """The red cases of a fault on one deployment; values a little different by ``scale``."""
+    place = {"model": "deepseek-v3-odd-pos", "layout": layout, "precision": "bf16"} | cell
+    if fault in SAID:
+        metric, detail = SAID[fault]
+        return [case(CROWD, **place, measurements=[measured(metric, 3.0 * scale, detail=detail)])]
+    site, layers, error, ratio, position = WHITE_BOX[fault]
+    error *= scale
+    first = {"site": f"layer.{layers[0]}.{site}", "position": position, "error": error, "step": "prefill"}
+    first |= {"got": f"{0.8 * ratio * scale:.6g}", "expected": "0.8", "ranks": [], "expert": None}
+    values = [measured("logprob.rms", error), measured("kl", error**2)]
+    predictions = case(PREDICTIONS, **place, measurements=values, divergence=first if taps else None)
+    if not taps:
+        return [predictions]
+    off = [measured(metric, error, f"layer.{layer}.{site}") for layer in layers for metric in ("site.rms", "site.max")]
+    return [predictions, case(SITES if layout == "single" else LAYOUTS, **place, measurements=off, divergence=first)]
+
+
+def as_kept(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases as a row of the matrix has them: names that say nothing are left out, eight measurements at most."""
+
+    def plain(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value not in (None, "", [], ())}
+
+    return [
+        {
+            **one,
+            "divergence": plain(one["divergence"]) if one["divergence"] else None,
+            "measurements": [plain(found) for found in one["measurements"][:8]],
+        }
+        for one in cases
+    ]
+
+
+def row(fault: str, observable: str = "taps", **given: Any) -> dict[str, Any]:
+    cell = {"model": "deepseek-v3-odd-pos", "layout": "tp2" if fault == "EX04" else "single", "precision": "bf16"}
+    cell |= {name: given.pop(name) for name in tuple(given) if name in cell}
+    cases = as_kept(red(fault, observable == "taps", **cell, **given))
+    greens = {CHUNKED: 1} if fault in SAID else {CHUNKED: 1, CROWD: 1}
+    found = {"fault": fault, "observable": observable, "differs": True, "killed": True, "owner": True, "located": True}
+    return found | cell | {"seconds": 1.0, "red": cases, "green": greens}
+
+
+def matrix(*left_out: str) -> list[dict[str, Any]]:
+    names = [name for name in (*WHITE_BOX, *SAID) if name not in left_out]
+    rows = [
+        row(name, precision=precision, scale=scale)
+        for name in names
+        for precision, scale in (("bf16", 1.0), ("fp32", 0.96))
+    ]
+    return rows + [row(name, "topk") for name in names]
+
+
+def report(
+    cases: list[dict[str, Any]], observables: tuple[str, ...] = ("taps", "logits", "topk", "text")
+) -> dict[str, Any]:
+    green = [
+        {**case(name, model=one["model"], layout=one["layout"], precision=one["precision"]), "status": "pass"}
+        for one in cases[:1]
+        for name in (CHUNKED, CROWD)
+        if not any(other["case"].startswith(name) for other in cases)
+    ]
+    cluster = {"cause": "a cause", "cases": [one["case"] for one in cases], "first": cases[0]["case"], "sites": []}
+    return {
+        "schema": 1,
+        "target": {"observables": list(observables)},
+        "settings": {"observables": []},
+        "clusters": [cluster],
+        "cases": [*cases, *green],
+    }
+
+
+def places(found: Diagnosis) -> list[str]:
+    return [match.fault for match in found.matches]
+
+
+@pytest.mark.requirement(117)
+@pytest.mark.parametrize("fault", [*WHITE_BOX, *SAID])
+def test_a_known_fault_is_first_on_another_precision_and_seed(fault: str) -> None:
+    layout = "tp2" if fault == "EX04" else "single"
+    (found,) = of_report(report(red(fault, precision="fp16", scale=1.06, layout=layout)), matrix())
+    assert places(found)[0] == fault
+    assert sum(match.likelihood for match in found.matches) == pytest.approx(1.0)
+    assert found.matches[0].agrees
+    assert found.observable == "taps"
+
+
+def none_of(found: Diagnosis) -> float:
+    return next(match.likelihood for match in found.matches if not match.fault)
+
+
+@pytest.mark.requirement(117)
+@pytest.mark.parametrize("fault", [*WHITE_BOX, *SAID])
+def test_without_its_rows_a_fault_is_less_known(fault: str) -> None:
+    made = report(red(fault, precision="fp16", scale=1.06))
+    (unfamiliar,), (familiar,) = of_report(made, matrix(fault)), of_report(made, matrix())
+    assert fault not in places(unfamiliar)
+    assert none_of(unfamiliar) > none_of(familiar)
+
+
+@pytest.mark.requirement(117)
+@pytest.mark.parametrize("fault", ["RP12", "NM05", "AT25", "WL90", "ME03"])
+def test_a_fault_unlike_every_known_one_is_not_forced_onto_one(fault: str) -> None:
+    near = [other for other, (site, *_) in WHITE_BOX.items() if site == WHITE_BOX.get(fault, ("",))[0]]
+    (found,) = of_report(report(red(fault, precision="fp16", scale=1.06)), matrix(fault, *near))
+    assert one_line(found) == ""
+
+
+@pytest.mark.requirement(117)
+def test_what_nothing_known_resembles_is_none_of_the_known() -> None:
+    cell = {"model": "mine", "layout": "single", "precision": "fp32"}
+    strange = case(
+        "loading/test_loading.py::test_refused",
+        **cell,
+        measurements=[measured("named", 1.0, detail="colourless green ideas")],
+    )
+    (found,) = of_report(report([strange]), matrix())
+    assert places(found)[0] == ""
+
+
+@pytest.mark.requirement(117)
+def test_a_report_without_taps_is_matched_with_rows_without_taps() -> None:
+    cases = red("RT04", taps=False, precision="fp32")
+    (found,) = of_report(report(cases, ("topk", "text")), matrix())
+    assert found.observable == "topk"
+    (masked,) = of_report(report(cases) | {"settings": {"observables": ["topk", "text"]}}, matrix())
+    assert masked == found
+    assert places(found).index("RT04") < 3
+    assert found.matches[0].likelihood < 0.8  # several faults look alike from outside
+    # Where no row was made at an observable, the nearest one serves.
+    (text,) = of_report(report(cases, ("text",)), matrix())
+    assert text.observable == "topk"
+
+
+@pytest.mark.requirement(117)
+def test_a_fault_that_one_rank_shows_is_none_of_the_layout() -> None:
+    on_one, on_two = red("EX04"), red("EX04", layout="tp2")
+    split = of_report(report(on_two), matrix())[0]
+    both = of_report(report([*on_one, *on_two]), matrix())[0]
+    assert split.matches[0].fault == "EX04"
+    likely = {match.fault: match.likelihood for match in both.matches}
+    assert likely["EX04"] < split.matches[0].likelihood
+
+
+@pytest.mark.requirement(117)
+def test_each_of_two_causes_in_one_case_gets_its_own_diagnosis() -> None:
+    first, second = red("RP12"), red("WL90")
+    both = [
+        {**one, "measurements": one["measurements"] + two["measurements"]}
+        for one, two in zip(first, second, strict=True)
+    ]
+    made = report(both)
+    made["clusters"] = [
+        {**made["clusters"][0], "sites": [f"layer.{layer}.{site}" for layer in layers]}
+        for site, layers, *_ in (WHITE_BOX["RP12"], WHITE_BOX["WL90"])
+    ]
+    one, two = of_report(made, matrix())
+    assert (places(one)[0], places(two)[0]) == ("RP12", "WL90")
+
+
+@pytest.mark.requirement(117)
+def test_the_line_of_a_strong_match_names_fault_and_report() -> None:
+    (found,) = of_report(report(red("WL90", precision="fp16")), matrix())
+    assert found.matches[0].likelihood >= 0.8
+    said = one_line(found)
+    assert said.endswith("like WL90, two experts exchanged in one layer (own, after vllm-ascend#4793)")
+
+
+def test_names_of_prompts_and_cases_are_no_words() -> None:
+    (one,) = red("AT14")
+    said = "walk-12: 3 of 24 tokens are not its own, see stress/test_secrets.py::test_each_of_32[needle-llama]"
+    made = pattern_of([{**one, "measurements": [measured("secret", 3.0, detail=said)]}])
+    assert {name for name in made.flags if name.startswith("word ")} == {"word stress tokens"}
+
+
+def test_numbers_that_json_cannot_hold_are_left_out() -> None:
+    (one,) = red("SC10")
+    made = pattern_of([{**one, "measurements": [measured("secret", "inf")]}])  # type: ignore[arg-type]
+    assert not made.numbers
+    assert made.flags["metric stress secret"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    folder, file = tmp_path / "report", tmp_path / "kill_matrix.json"
+    folder.mkdir()
+    (folder / "report.json").write_text(json.dumps(report(red("RT04", precision="fp16"))))
+    file.write_text(json.dumps({"schema": 1, "made": {}, "rows": matrix(), "mutants": []}))
+    return folder, file
+
+
+@pytest.mark.requirement(117)
+def test_the_command_prints_likelihoods_titles_and_reports(files: tuple[Path, Path], capsys: Any) -> None:
+    folder, file = files
+    assert main([str(folder), "--matrix", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"1. a cause: 2 cases, first {PREDICTIONS}[deepseek-v3-odd-pos-single-fp16]"
+    assert lines[1].endswith("%  RT04  Routed scale applied twice (vllm#24119)")
+    assert any(line.startswith("         like it: ") and "moe.router.weights" in line for line in lines)
+    assert any("none of the known" in line for line in lines)
+    assert lines[-1] == "   by rows of the kill matrix on taps"
+    assert len(lines) <= 24
+
+
+def test_the_command_gives_json(files: tuple[Path, Path], capsys: Any) -> None:
+    folder, file = files
+    assert main([str(folder / "report.json"), "--matrix", str(file), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    best = found["matches"][0]
+    assert (best["fault"], best["report"]) == ("RT04", "vllm#24119")
+    assert sum(match["likelihood"] for match in found["matches"]) == pytest.approx(1.0)
+
+
+def test_a_green_report_needs_no_matrix(files: tuple[Path, Path], capsys: Any) -> None:
+    folder, _ = files
+    made = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps({**made, "clusters": []}))
+    assert main([str(folder), "--matrix", "nowhere.json"]) == 0
+    assert capsys.readouterr().out == "nothing is red: there is nothing to explain\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no report at"),
+        ("{", "is no report of a run"),
+        ("[]", "is no report of a run"),
+        ('{"schema": 7}', "schema 7, this version reads 1"),
+        ('{"schema": 1}', "is no report of a run"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: Any, content: str | None, said: str) -> None:
+    file = tmp_path / "report.json"
+    if content is not None:
+        file.write_text(content)
+    assert main([str(file)]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert str(file) in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no kill matrix at .*: make one with pytest --adapt-selftest, or name one with --matrix"),
+        ("{", "is no kill matrix"),
+        ('{"rows": []}', "is no kill matrix"),
+        ('{"schema": 2, "rows": []}', "schema 2, this version reads 1"),
+    ],
+)
+def test_a_file_that_is_no_matrix_is_named(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "kill_matrix.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(MatrixError, match=said):
+        read_matrix(file)
+
+
+def test_a_matrix_in_which_nothing_was_caught_explains_nothing() -> None:
+    rows = [{**one, "killed": False} for one in matrix()]
+    with pytest.raises(MatrixError, match="no row of a fault that was caught"):
+        of_report(report(red("RT04")), rows)
