@@ -503,30 +503,42 @@ class OpenTarget:
     def run_op(
         self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any]
     ) -> Mapping[str, np.ndarray]:
-        """One operator (`pytest_adapt.operators`). Raises Verdict unsupported where the target has no `run_op`."""
-        compute = self._optional("run_op")
-        if compute is None:
-            raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no run_op")
-        found: Mapping[str, np.ndarray] = compute(name, inputs, attributes)
+        """One operator (`pytest_adapt.operators`). What the target raises comes through, for it concerns one case.
+
+        Raises Verdict fail where the target has no `run_op` or hangs.
+        """
+        found: Mapping[str, np.ndarray] = self._in_target(name, lambda compute: compute(name, inputs, attributes))
         return found
 
     def time_op(
         self, name: str, inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any], repeats: int
     ) -> list[float]:
         """Seconds of each of ``repeats`` calls of `run_op` after a first one, taken in the target's own thread."""
-        opened, limit = self._opened, self._host.settings.timeout
-        target: Any = opened.target
 
-        def timed() -> list[float]:
-            target.run_op(name, inputs, attributes)
+        def timed(compute: Callable[..., Any]) -> list[float]:
+            compute(name, inputs, attributes)
             found = []
             for _ in range(repeats):
                 started = time.perf_counter()
-                target.run_op(name, inputs, attributes)
+                compute(name, inputs, attributes)
                 found.append(time.perf_counter() - started)
             return found
 
-        return opened.watchdog.call(timed, limit, lambda: f"{opened.info.name} to time {name}")
+        seconds: list[float] = self._in_target(name, timed)
+        return seconds
+
+    def _in_target(self, op: str, use: Callable[[Callable[..., Any]], Any]) -> Any:
+        """``use(run_op)`` in the target's own thread."""
+        opened = self._opened
+        compute = getattr(opened.target, "run_op", None)
+        if compute is None:
+            raise Verdict(Status.FAIL, f"{opened.info.name} declares operators, but has no run_op")
+        try:
+            return opened.watchdog.call(
+                lambda: use(compute), self._host.settings.timeout, lambda: f"{opened.info.name} to compute {op}"
+            )
+        except Hung as error:
+            raise _optional_failed(opened.info, "run_op", error) from None
 
     @property
     def _opened(self) -> Opened:

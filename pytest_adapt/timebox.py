@@ -17,8 +17,8 @@ import pytest
 
 from pytest_adapt.covering import Candidate, Selection, select, shown_duration
 from pytest_adapt.layout import AXES, parse
+from pytest_adapt.matrix import declined
 from pytest_adapt.stash import STATE
-from pytest_adapt.strategies import fits
 
 if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
@@ -182,9 +182,7 @@ def _costs_nothing(runner: Runner, item: pytest.Item) -> bool:
     if runner.under_xdist and item.get_closest_marker("adapt_serial") is not None:
         return True
     model = runner.matrix.models.get(state.cell.model) if state.cell else None
-    if model is None or state.cell is None or state.cell.layout == "single":
-        return False
-    return "num_attention_heads" in model.config and bool(fits(state.cell.layout, model.config))
+    return model is not None and state.cell is not None and bool(declined(model, state.cell.layout, runner.spec))
 
 
 def _candidate(
