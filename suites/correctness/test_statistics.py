@@ -30,6 +30,28 @@ def test_many_short_prompts_are_predicted_alike(target, model, precision, refere
             break
 
 
+@pytest.mark.requirement(90, 113)
+@pytest.mark.adapt(
+    rung="correct",
+    needs=("text",),
+    classes=("odd", "wide", "aligned", ""),
+    profile="day0",
+    requests=4,
+    tokens=48,
+)
+def test_many_short_outputs_are_written_alike(target, model, precision, reference, judge):
+    """Greedy output by text alone: each token against the reference's choice after what the target wrote before it."""
+    everything = list(model.load(MOST * (judge.attempt + 1), LENGTH).items())[MOST * judge.attempt :]
+    for look in range(LOOKS):
+        prompts = dict(everything[PROMPTS << look >> 1 if look else 0 : PROMPTS << look])
+        answers = target.generate_all(prompts, 8, want=("text",))
+        for name, tokens in prompts.items():
+            fed = tokens + answers[name].tokens[:-1]
+            judge.sample(name, answers[name], reference.record(name, fed), reference.oracle)
+        if judge.settled:
+            break
+
+
 @pytest.mark.requirement(113, 117)
 @pytest.mark.adapt(rung="correct", needs=("text",), classes="needle")
 def test_many_short_tasks_are_solved(target, model, precision, judge):
