@@ -443,7 +443,7 @@ class OpenAITarget:
         base.first_row = first
         if "topk" in request.want:
             base.topk = TopK(rows.topk.ids[first:], rows.topk.logprobs[first:])
-        if "score" in request.want and asked.prompt in ("prompt_logprobs", "echo"):
+        if "score" in request.want and "score" in self._dialect.observables:
             rows.scores[-1] = math.nan  # the token after the last row was never fed
             base.scores = rows.scores[first:]
         return base

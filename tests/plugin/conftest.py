@@ -161,8 +161,9 @@ class Folder:
 
     def run(self, target: str, *args: str, profile: str = "smoke") -> pytest.RunResult:
         """Run pytest in this process against ``py:targets:TARGET``."""
-        given = (f"--adapt-target=py:targets:{target}", f"--adapt-profile={profile}", *args)
-        return self.run_bare(*given)
+        own = any(word.startswith("--adapt-profile") for word in args)
+        taken = () if own else (f"--adapt-profile={profile}",)
+        return self.run_bare(f"--adapt-target=py:targets:{target}", *taken, *args)
 
     def run_bare(self, *args: str) -> pytest.RunResult:
         """Run pytest in this process with nothing but ``args``."""

@@ -133,7 +133,7 @@ def {name}():
 """)
     case = "benchmark" if name == "stopwatch" else "loading"
     profile = "--adapt-profile=full" if name in ("stopwatch", "context_length") else "--adapt-profile=smoke"
-    case = "correctness" if name == "context_length" else case
+    case = "correctness" if name in ("context_length", "reference") else case
     result = folder.run_bare(*TARGET[:1], profile, case)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert f"conftest.py:2 redefines fixture '{name}', which the shipped suites use; rename it" in result.stderr.str()
