@@ -122,6 +122,10 @@ def _survivors(matrix: KillMatrix) -> Iterator[str]:
             yield f"- {precision}: another layer or site is named first, or none: {', '.join(misplaced)}"
     for name, reason in _reasons(matrix):
         yield f"- {name}: {reason}"
+    for precision in matrix.precisions():
+        rows = {row["fault"] for row in matrix.of("taps", precision)}
+        if absent := [name for name in catalogue() if name not in rows]:
+            yield f"- {precision}: not measured: {', '.join(absent)}"
 
 
 def _table(matrix: KillMatrix) -> Iterator[str]:
