@@ -58,7 +58,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
     tail.append(f"engineering reference: {collector.seconds:.1f} s{memory}{where}")
-    lines += _causes(collector, found, SCREEN - 1 - _height([*(line for line, _ in lines), *tail]))
+    lines += _causes(collector, found, SCREEN - 2 - _height([*(line for line, _ in lines), *tail]))
     # The patch of a waiver file comes whole: it is for copying.
     return lines + _waiver_lines(collector) + [(line, {}) for line in tail]
 
