@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -162,15 +163,15 @@ class Known:
         for feature in self._flags(pattern):
             value = pattern.flag(feature)
             if value is not None:
-                seen = self._values(feature, lambda row, feature=feature: row.flag(feature))
+                seen = self._values(feature, partial(_flag, feature))
                 self._discrete(found, feature if value else f"no {feature}", seen, value, 2)
         for feature, chosen in pattern.choices.items():
-            seen = self._values(feature, lambda row, feature=feature: row.choices.get(feature))
+            seen = self._values(feature, partial(_choice, feature))
             self._discrete(
                 found, f"{feature} {chosen}", seen, chosen, len({one for ones in seen.values() for one in ones}) + 1
             )
         for feature, number in pattern.numbers.items():
-            seen = self._values(feature, lambda row, feature=feature: row.numbers.get(feature))
+            seen = self._values(feature, partial(_figure, feature))
             self._number(found, f"{feature} {10.0**number:.2g}", seen, number)
         if family:
             self._family(found, family)
@@ -316,3 +317,15 @@ def _reasons(
 
 def _normal(distance: float, width: float) -> float:
     return math.exp(-0.5 * (distance / width) ** 2) / (width * math.sqrt(2.0 * math.pi))
+
+
+def _flag(name: str, row: Pattern) -> bool | None:
+    return row.flag(name)
+
+
+def _choice(name: str, row: Pattern) -> str | None:
+    return row.choices.get(name)
+
+
+def _figure(name: str, row: Pattern) -> float | None:
+    return row.numbers.get(name)
