@@ -1,4 +1,4 @@
-"""What leaves the model wrongly: logits of rows that are no tokens, and tokens that nobody asked to be drawn."""
+"""What leaves the model wrongly: logits of rows that are no tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +23,6 @@ def _padding_answers(seams: Seams) -> None:
     seams.wrap("lm_head", wrapper)
 
 
-def _zero_is_no_temperature(seams: Seams) -> None:
-    """``temperature or 1.0``: greedy output is drawn."""
-
-    def wrapper(original: Operation) -> Operation:
-        def sample(logits: Any, **named: Any) -> Any:
-            return original(logits, **{**named, "temperature": named["temperature"] or 1.0})
-
-        return sample
-
-    seams.wrap("sample", wrapper)
-
-
 FAULTS = (
     Fault(
         "PL03",
@@ -45,18 +33,5 @@ FAULTS = (
         "logits",
         ("qwen3-moe-odd", "mixtral-odd", "llama-odd"),
         _padding_answers,
-    ),
-    Fault(
-        "SA11",
-        "Temperature 0 draws as temperature 1",
-        "tinker-cookbook#198",
-        90,
-        "correctness",
-        "",
-        ("qwen3-moe-odd", "llama-odd"),
-        _zero_is_no_temperature,
-        observable="text",
-        where="greedy",
-        says="instead of",
     ),
 )
