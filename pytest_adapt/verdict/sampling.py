@@ -87,7 +87,9 @@ class Plan:
         }
 
     def requests(self, setting: Sampling, look: int = 0, draws: int = _DRAWS) -> list[Request]:
-        """The draws of one look, places in turn: ``draws`` of each, and at a later look as many as all before it."""
+        """The draws of one look, places in turn: ``draws`` of each of eight places, of fewer ones more each; at a later
+        look as many as all before it."""
+        draws = draws * _PLACES // len(self.places)
         first = draws << (look - 1) if look else 0
         asked = []
         for number in range(first, draws << look):

@@ -97,12 +97,13 @@ def test_the_stated_temperature_is_seen_with_the_stated_power(planned: Plan) -> 
 
 def test_too_few_draws_decide_nothing(planned: Plan) -> None:
     few = replace(planned, places=planned.places[:1])
-    found = by_name(ask(few, few.plain, lambda setting: setting))
+    found = by_name(ask(few, few.plain, lambda setting: setting, draws=16))
     assert not found["sample.temperature"].ok
     assert not found["sample.temperature"].settled
     assert "draws would settle it" in found["sample.temperature"].detail
     judge = Judge("fp32")
-    requests = few.requests(few.plain)
+    requests = few.requests(few.plain, draws=16)
+    assert len(requests) == len(planned.requests(planned.plain, draws=16)) == 128
     judge.drawn(
         few,
         "temperature",
