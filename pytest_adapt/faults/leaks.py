@@ -191,7 +191,9 @@ FAULTS = (
         "are not its own",
     ),
     _entry("SV09", "Unknown ids reach the model", "vllm#16529", _unchecked_ids, "abnormal", "was accepted"),
-    _entry("SV11", "An empty prompt reaches the scheduler", "vllm#7746", _unchecked_length, "abnormal", ""),
+    _entry(
+        "SV11", "An empty prompt reaches the scheduler", "vllm#7746", _unchecked_length, "abnormal", "none can go on"
+    ),
     _entry("SV90", "Sampling values are not checked", "own", _unchecked_sampling, "abnormal", "was accepted"),
     _entry(
         "SC91",

@@ -1,0 +1,55 @@
+"""``--adapt-selftest`` as a user meets it: what it refuses, and that what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+FAULT = ("--adapt-target=builtin", "--adapt-precisions=fp32", "--adapt-observables=taps", "--adapt-selftest=NM05")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--adapt-target=py:targets:Echo", "--adapt-selftest"), "it needs --adapt-target=builtin"),
+        (("--adapt-target=builtin", "--adapt-selftest=XX99"), "nothing is called XX99; write ids of faults"),
+        (("--adapt-target=builtin", "--adapt-selftest", "--adapt-time=soon"), "'soon' is no length of time"),
+        (("--adapt-target=builtin", "--adapt-selftest", "--adapt-time=0s"), "write 90s, 10m or 1h"),
+        (("--adapt-selftest",), "does nothing without --adapt-target"),
+    ],
+)
+def test_wrong_usage_is_refused(folder: Any, given: tuple[str, ...], says: str) -> None:
+    result = folder.run_bare(*given)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert any(says in line for line in result.errlines + result.outlines)
+
+
+def test_items_are_named_after_fault_and_precision(folder: Any) -> None:
+    result = folder.run_bare("--adapt-target=builtin", "--adapt-selftest=rt0*,limits", "--collect-only", "-q")
+    found = [line for line in result.outlines if line.startswith("selftest/")]
+    assert found[0] in ("selftest/RT01[bf16]", "selftest/RT09[bf16]"), "what is hardest to judge comes first"
+    assert "selftest/RT04[fp32]" in found and "selftest/limit[softmax-fp32]" in found
+    assert not any("AT" in name for name in found)
+
+
+@pytest.mark.requirement(113, 116)
+def test_a_fault_is_tried_once(folder: Any) -> None:
+    first = folder.run_subprocess(*FAULT)
+    first.assert_outcomes(passed=1)
+    assert "adapt selftest: 1 items, 0 known from an earlier run (.adapt/selftest)" in first.outlines
+    matrix = json.loads((folder.path / ".adapt" / "selftest" / "kill_matrix.json").read_text())
+    (row,) = matrix["rows"]
+    assert (row["fault"], row["owner"], row["located"]) == ("NM05", True, True)
+    assert matrix["made"]["seconds"] == pytest.approx(row["seconds"], abs=0.1)
+    again = folder.run_subprocess(*FAULT, "--adapt-time=1s")
+    again.assert_outcomes(passed=1)
+    assert "adapt selftest: 1 items, 1 known from an earlier run (.adapt/selftest)" in again.outlines
+
+
+@pytest.mark.requirement(113)
+def test_the_time_that_is_given_ends_the_run(folder: Any) -> None:
+    result = folder.run_bare(*FAULT, "--adapt-time=0.000001s")
+    result.assert_outcomes(skipped=1)
+    assert "1 of 1 items are left: the same command goes on" in result.outlines
