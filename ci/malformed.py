@@ -62,7 +62,8 @@ class Row:
 
 
 def judge(target: str, *options: str) -> tuple[str, ...]:
-    return ("pytest", f"--adapt-target={target}", "--adapt-profile=smoke", *options)
+    profile = () if any(option.startswith("--adapt-profile") for option in options) else ("--adapt-profile=smoke",)
+    return ("pytest", f"--adapt-target={target}", *profile, *options)
 
 
 def loads(target: str, *options: str) -> tuple[str, ...]:
@@ -329,6 +330,8 @@ def _option_rows() -> Iterator[Row]:
         "--adapt-models=,": "adapt-models",
         "--adapt-layouts=tp2.tp4": "tp",
         "--adapt-layouts=tp99999999999999999999": "tp|layout",
+        "--adapt-layouts=ep999999": "ep999999",
+        "--adapt-layouts=": "adapt-layouts is empty",
         "--adapt-precisions=fp8": "fp8",
         "--adapt-contexts=9999999": "9999999",
         "--adapt-contexts=-1": "-1",

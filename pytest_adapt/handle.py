@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,19 @@ class ModelHandle:
         from pytest_adapt.models.recall import longest
 
         return longest(self._closed(), length)
+
+    def readings(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """Texts that the checkpoint's tokenizer makes of token ids: with special tokens, and without. Empty where
+        no tokenizer can be read."""
+        from pytest_adapt.target.protocol import TargetError
+        from pytest_adapt.target.tokenizer import load_tokenizer, special_ids
+
+        try:
+            tokenizer = load_tokenizer(self.directory)
+        except TargetError:
+            return ()
+        special = special_ids(self.directory)
+        return tokenizer.decode(tokens), tokenizer.decode([token for token in tokens if token not in special])
 
     def tensor_names(self) -> list[str]:
         """Every tensor that the index names (or, without an index, that the files hold), sorted."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,7 +20,17 @@ if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
     from pytest_adapt.session import OpenTarget
 
-__all__ = ["CASE", "FIXTURES", "ItemState", "case_from_json", "case_to_json", "peak_bytes", "uses_fixtures"]
+__all__ = [
+    "CASE",
+    "FIXTURES",
+    "ItemState",
+    "case_from_json",
+    "case_to_json",
+    "is_ours",
+    "peak_bytes",
+    "replaced_fixture",
+    "uses_fixtures",
+]
 
 FIXTURES = ("model", "layout", "precision", "context_length", "deployment", "target", "reference", "judge", "stopwatch")
 
@@ -108,6 +120,23 @@ def uses_fixtures(names: Iterable[str], definitions: Mapping[str, Any]) -> bool:
 def is_ours(definitions: Any) -> bool:
     """Whether the fixture that wins among these definitions is the plugin's."""
     return bool(definitions) and getattr(definitions[-1].func, "__module__", "") == "pytest_adapt.fixtures"
+
+
+def replaced_fixture(definitions: Mapping[str, Any], start: str) -> str:
+    """One line that says where one of our fixtures was replaced for a shipped test, with paths from ``start``; ""
+    where none was. What takes its place would be believed: a judge that compares nothing makes every case green."""
+    for name in FIXTURES:
+        found = definitions.get(name)
+        if not found or is_ours(found):
+            continue
+        function = inspect.unwrap(found[-1].func)
+        code = getattr(function, "__code__", None)
+        if code is None or function.__module__.startswith("_pytest."):  # a value given by parametrize
+            where = "a pytest_generate_tests hook"
+        else:
+            where = f"{os.path.relpath(code.co_filename, start)}:{code.co_firstlineno}"
+        return f"{where} redefines fixture {name!r}, which the shipped suites use; rename it"
+    return ""
 
 
 def peak_bytes() -> int:

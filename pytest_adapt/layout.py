@@ -7,7 +7,7 @@ over the attention ranks: (ep x etp) / gcd(ep x etp, tp x sp).
 
 World = pp x (dp x sp x tp). The expert mesh (ep x etp x edp) folds over the same dp x sp x tp ranks: tp8.ep16
 is 16 ranks, attention dp2 x tp8, experts ep16. The canonical form drops axes of 1 and an inferred dp; one
-rank is ``single``.
+rank is ``single``. A size has at most four digits, and a layout at most 65536 ranks.
 
 Standard library only: collection imports this module, never an engine.
 """
@@ -23,9 +23,13 @@ __all__ = ["AXES", "SINGLE", "Layout", "LayoutError", "check", "legal_layouts", 
 
 AXES: tuple[str, ...] = ("tp", "pp", "ep", "sp", "dp", "etp")
 
-_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,5})")
+_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,3})")
+_LARGEST = 9999
+"""Of an axis."""
+_MOST_RANKS = 1 << 16
 _GRAMMAR = (
-    "a layout is 'single' or axes in the order tp, pp, ep, sp, dp, etp, each with a size, joined by dots (tp2.pp2.ep4)"
+    "a layout is 'single' or axes in the order tp, pp, ep, sp, dp, etp, each with a size of 1 to 9999, joined by dots "
+    "(tp2.pp2.ep4)"
 )
 
 
@@ -123,6 +127,8 @@ def parse(text: str) -> Layout:
         sizes[axis] = size
         order.append(axis)
     layout = Layout(**sizes)
+    if layout.world > _MOST_RANKS:
+        raise LayoutError(text, f"{layout.world} ranks are more than {_MOST_RANKS}")
     if order != sorted(order, key=AXES.index):
         raise LayoutError(text, f"axes go in the order {', '.join(AXES)}", [layout])
     return layout
@@ -190,8 +196,10 @@ def _first_broken(layout: Layout, heads: int, kv_heads: int, experts: int, layer
 def _nearest(layout: Layout, axis: str, legal: Callable[[Layout], bool], limit: int) -> list[Layout]:
     """The closest legal sizes of one axis, below and above; one rank where there is none."""
     size = getattr(layout, axis)
+    limit = min(limit, _LARGEST)
     found = []
-    for sizes in (range(size - 1, 0, -1), range(size + 1, max(limit, size) + 1)):
+    # No legal size is beyond the limit: a size far above it must not be walked down from.
+    for sizes in (range(min(size - 1, limit), 0, -1), range(size + 1, limit + 1)):
         # dp is inferred anew: an explicit one may not fit the changed axis.
         near = next((other for other in (_with(layout, axis, new) for new in sizes) if other and legal(other)), None)
         if near is not None:

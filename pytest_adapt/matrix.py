@@ -29,6 +29,7 @@ __all__ = [
     "Model",
     "Profile",
     "Take",
+    "declined",
     "github_jobs",
     "make_matrix",
     "read_mark",
@@ -322,6 +323,44 @@ def _layout_rows(settings: Settings, spec: TargetSpec, models: list[Model]) -> l
         if taken:
             found.append((model, taken))
     return found
+
+
+def declined(model: Model, layout: str, spec: TargetSpec) -> str:
+    """Why a target will not take a model in a layout, as far as is known before it is opened; "" where it may.
+
+    A shape class that a target leaves out counts as declined also for a model that was named. What is known of a
+    server's command line or URL is an assumption of ours, though: there the user knows better.
+    """
+    from pytest_adapt.layout import AXES as SPLITS
+    from pytest_adapt.layout import parse
+    from pytest_adapt.strategies import fits
+
+    if model.entry and model.shape_class not in spec.shape_classes and spec.scheme not in ("cmd", "openai"):
+        near = _sibling(model.entry, spec.shape_classes)
+        hint = f"; nearest: {near}" if near else ""
+        offered = ", ".join(spec.shape_classes) or "none"
+        return f"model {model.name}: shape class {model.shape_class} is not declared by the target ({offered}){hint}"
+    if spec.scheme in ("hf", "openai") and layout != "single":
+        return f"layout {layout}: {spec.scheme}: serves the layout single alone"
+    if spec.scheme == "cmd":
+        for axis in SPLITS:
+            if getattr(parse(layout), axis) > 1 and axis not in spec.axes:
+                named = ", ".join(f"{{{name}}}" for name in spec.axes) or "none"
+                return f"layout {layout}: the command has no {{{axis}}} (axes that it has: {named})"
+    # A converted model's shape is known once it is written.
+    return fits(layout, model.config) if "num_attention_heads" in model.config else ""
+
+
+def _sibling(entry: ModelEntry, classes: tuple[str, ...]) -> str:
+    """The model of the same family in one of these classes whose name is nearest; "" where there is none."""
+    import difflib
+
+    from pytest_adapt.models import catalogue
+
+    names = sorted(
+        one.name for one in catalogue().values() if one.family == entry.family and one.shape_class in classes
+    )
+    return next(iter(difflib.get_close_matches(entry.name, names, 1, cutoff=0)), "")
 
 
 def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "add_options",
     "given_target",
     "read_settings",
+    "refuse_contradictions",
     "refuse_lone_options",
     "shown_variables",
     "unknown_variables",
@@ -120,6 +121,8 @@ VARIABLES: tuple[str, ...] = (
     "ADAPT_PEAK_GBS",
     "ADAPT_PEAK_GFLOPS",
 )
+# An empty key is no key.
+_NUMBERS = VARIABLES[1:]
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -201,6 +204,42 @@ def refuse_lone_options(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"{option.flag} does nothing without --adapt-target=SPEC (builtin, hf:, openai:URL ...)"
             )
+
+
+def refuse_contradictions(config: pytest.Config) -> None:
+    """Raises pytest.UsageError for a value that is there and empty (a shell variable that was not set would silently
+    run the default), for an option given twice with different values, and for two ways to print and stop."""
+    for option in OPTIONS:
+        if not option.command_line:
+            continue
+        value = getattr(config.option, option.ini, None)
+        spelling = option.flag
+        if value is None:
+            value, spelling = os.environ.get(option.variable), option.variable
+        if isinstance(value, str) and not value.strip() and (given_target(config) or option is OPTIONS[0]):
+            raise pytest.UsageError(f"{spelling} is empty; give it a value ({option.metavar}), or leave it out")
+    if given_target(config):
+        for name in _NUMBERS:
+            if os.environ.get(name, "1").strip() == "":
+                raise pytest.UsageError(f"{name} is empty; give it a number, or unset it")
+    given: dict[str, str] = {}
+    for flag, value in _typed(config.invocation_params.args):
+        if given.setdefault(flag, value) != value:
+            raise pytest.UsageError(f"{flag} is given twice, as {given[flag]!r} and as {value!r}; give it once")
+    if config.option.adapt_matrix and config.option.adapt_plan:
+        raise pytest.UsageError("--adapt-matrix and --adapt-plan each print something and stop; give one of them")
+
+
+def _typed(arguments: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """(flag, value) of our options as they were typed, addopts left out: those are there to be overridden."""
+    flags = {option.flag for option in OPTIONS if option.command_line and option.kind != "flag"}
+    words = [str(word) for word in arguments]
+    for index, word in enumerate(words):
+        if word == "--":
+            return
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            yield flag, value if equals else "".join(words[index + 1 : index + 2])
 
 
 def read_settings(config: pytest.Config) -> Settings:

@@ -21,7 +21,7 @@ from pytest_adapt.fixtures import (
     stopwatch,
     target,
 )
-from pytest_adapt.options import add_options, given_target, refuse_lone_options
+from pytest_adapt.options import add_options, given_target, refuse_contradictions, refuse_lone_options
 from pytest_adapt.stash import WHOLE
 
 __all__ = [
@@ -94,6 +94,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _wanted(config: pytest.Config) -> bool:
-    """A target is given, and pytest is asked to do more than print its help."""
+    """A target is given, and pytest is asked to do more than print its help. Raises pytest.UsageError where the
+    options of such a run contradict each other."""
     option: Any = config.option
-    return bool(given_target(config)) and not (option.help or option.version)
+    if option.help or option.version:
+        return False
+    refuse_contradictions(config)
+    return bool(given_target(config))

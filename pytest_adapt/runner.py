@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shlex
+import sys
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -15,8 +16,20 @@ import pytest
 
 from pytest_adapt import shipped
 from pytest_adapt.handle import ModelHandle
-from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, uses_fixtures
-from pytest_adapt.matrix import AXES, PRECISIONS, PROFILES, Cell, Mark, Matrix, github_jobs, make_matrix, read_mark
+from pytest_adapt.heartbeat import Heartbeat
+from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
+from pytest_adapt.matrix import (
+    AXES,
+    PRECISIONS,
+    PROFILES,
+    Cell,
+    Mark,
+    Matrix,
+    declined,
+    github_jobs,
+    make_matrix,
+    read_mark,
+)
 from pytest_adapt.options import Settings, read_settings
 from pytest_adapt.references import References
 from pytest_adapt.report.collector import Collector
@@ -99,8 +112,13 @@ class Runner:
         self.kind = settings.require or spec.kind
         self.waivers = read_waivers(config.rootpath / settings.waivers) if settings.waivers else None
         self.collector = Collector(self)
+        self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
         self.under_xdist = hasattr(config, "workerinput")
+        started: dict[str, Any] = getattr(config, "workerinput", {})
+        self.program = shipped.program(
+            started.get("mainargv", sys.argv)[0], sys.executable, Path(config.invocation_params.dir)
+        )
         self._handles: dict[str, ModelHandle] = {}
         self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
         self._cells: list[Cell] = []
@@ -119,6 +137,11 @@ class Runner:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = metafunc.fixturenames
+        if self.under_xdist and shipped.suite_of(metafunc.definition.path):
+            # Wrong usage, as below; but the controller understands no other error of a worker than one of collection.
+            definitions = metafunc.definition._fixtureinfo.name2fixturedefs
+            if problem := replaced_fixture(definitions, os.getcwd()):
+                raise pytest.Collector.CollectError(problem)
         axes = [axis for axis in AXES if axis in names and is_ours(_definitions(metafunc.definition, axis))]
         if not axes:
             return
@@ -147,6 +170,8 @@ class Runner:
             if id(info) not in seen:
                 definitions = getattr(info, "name2fixturedefs", {})
                 seen[id(info)] = bool(definitions) and uses_fixtures(definitions, definitions)
+                if shipped.suite_of(item.path) and (problem := replaced_fixture(definitions, os.getcwd())):
+                    raise pytest.UsageError(problem)
             marker = item.get_closest_marker("adapt")
             if not seen[id(info)] and marker is None:
                 others.append(item)
@@ -215,7 +240,14 @@ class Runner:
         )
         self.host.deadline = time.monotonic() + self.settings.timeout
         self._announce(state.cell)
-        result = yield
+        reached = self.host.reached
+        self.heartbeat.begin(state.case)
+        try:
+            result = yield
+        finally:
+            self.heartbeat.end()
+        if self.host.reached > reached and state.cell is not None:
+            self.collector.exercised.add((state.cell.model, state.cell.layout))
         following = nextitem.stash.get(STATE, None) if nextitem is not None else None
         if following is None or following.cell != state.cell:
             self.host.close()
@@ -289,6 +321,9 @@ class Runner:
         if self.under_xdist:
             self.config.workeroutput["adapt"] = self.collector.outgoing()  # type: ignore[attr-defined]
 
+    def pytest_unconfigure(self) -> None:
+        self.heartbeat.close()
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         if config.getvalue("dist") != "load":
@@ -318,6 +353,9 @@ class Runner:
         return handle
 
     def deployment(self, item: pytest.Item, model: ModelHandle, layout: str, precision: str) -> Deployment:
+        named = self.matrix.models.get(model.name)
+        if named is not None and (reason := declined(named, layout, self.spec)):
+            raise Verdict(Status.UNSUPPORTED, reason)
         model.refuse_illegal(layout)
         mark = item.stash[STATE].mark
         return Deployment(
@@ -378,6 +416,8 @@ class Runner:
             raise Verdict(Status.FAIL, judge.message())
         if proposed:
             raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
+        if judge is None and state.suite:
+            raise Verdict(Status.ERROR, "the test compared nothing: it has no judge")
         if judge is not None and not sum(one.compared for one in judge.measurements):
             raise Verdict(
                 Status.ERROR,
@@ -433,7 +473,12 @@ class Runner:
         path = case.case.partition("::")[0] if case.suite else shipped.relative(self.config.rootpath / file, here)
         narrowed = () if case.prefix is None else (case.prefix.argument,)
         given = self.settings.arguments(without=("prompt",) if narrowed else ())
-        return shlex.join(["pytest", *given, *narrowed, f"{path}::{rest}"])
+        return shlex.join([*self.program, *given, *narrowed, f"{path}::{rest}"])
+
+    @property
+    def timing_command(self) -> str:
+        """The command line that runs what measures time, and nothing else."""
+        return shlex.join([*self.program, *self.settings.arguments(), "-m", "adapt_serial"])
 
     def _required(self, state: ItemState) -> bool:
         model = self.matrix.models.get(state.cell.model) if state.cell else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import return_memory
+from pytest_adapt.target.owed import shortfall
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target, TargetError, UnsupportedDeployment
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
@@ -68,6 +72,10 @@ class Host:
     deadline: float = float("inf")
     """When the present item gives up waiting (time.monotonic)."""
     fatal: str = ""
+    doing: str = ""
+    """What is waited for at this moment, in words; "" where the target is asked nothing."""
+    reached: int = 0
+    """Calls of what the fault of this run (--adapt-inject) replaced, in this process."""
     _failures: dict[Deployment, tuple[Status, str]] = field(default_factory=dict)
     _deaths: dict[Deployment, int] = field(default_factory=dict)
     _info: Info | None = None
@@ -100,10 +108,16 @@ class Host:
         return None
 
     def run(
-        self, opened: Opened, requests: Iterable[Request], answered: Callable[[str], None] | None = None
+        self,
+        opened: Opened,
+        requests: Iterable[Request],
+        answered: Callable[[str], None] | None = None,
+        aborted: Collection[str] = (),
     ) -> dict[str, Response]:
-        """Every request's answer by id; ``answered`` hears of each as it comes. Raises Verdict where the target fails
-        or hangs, Fatal where it died again."""
+        """Every request's answer by id; ``answered`` hears of each as it comes, and may abort those in ``aborted``.
+
+        Raises Verdict where the target fails, hangs or answers with less than was asked for; Fatal where it died again.
+        """
         asked = {request.id: request for request in requests}
         answers: dict[str, Response] = {}
 
@@ -112,6 +126,7 @@ class Host:
             return f"{len(left)} of {len(asked)} answers ({', '.join(left[:3])}) from {opened.info.name}"
 
         started = time.monotonic()
+        self.doing = f"request 1 of {len(asked)}"
         try:
             for response in opened.watchdog.stream(
                 lambda: opened.target.run(list(asked.values())), self._seconds_left(), waiting
@@ -119,12 +134,19 @@ class Host:
                 if response.id not in asked or response.id in answers:
                     raise TargetError(f"{opened.info.name} answered id {response.id!r}, unknown or answered before")
                 answers[response.id] = response
+                self.doing = f"request {min(len(answers) + 1, len(asked))} of {len(asked)}"
                 if answered is not None:
                     answered(response.id)
             if len(answers) < len(asked):
                 raise TargetError(f"the target stopped: no {waiting()}")
         except (TargetError, Hung) as error:
             self._died(opened, error)
+        finally:
+            self.doing = ""
+        context = max(opened.info.max_context, opened.deployment.max_context)
+        for name, request in asked.items():
+            if lacks := shortfall(request, answers[name], opened.info, context, name in aborted):
+                raise Verdict(Status.FAIL, f"{opened.info.name}: request {name!r}: {lacks}")
         self.usage.run_seconds += time.monotonic() - started
         self.usage.tokens += sum(len(request.prompt) + request.max_new_tokens for request in asked.values())
         return answers
@@ -169,6 +191,7 @@ class Host:
         started = time.monotonic()
         watchdog = Watchdog()
         limit = self.settings.timeout
+        self.doing = f"opening {_name(deployment)}"
         target = watchdog.call(self._create, limit, lambda: "the adapter to start")
         try:
             info = watchdog.call(lambda: target.open(deployment), limit, lambda: f"{_name(deployment)} to open")
@@ -180,6 +203,8 @@ class Host:
                 watchdog.call(target.close, _CLOSE_SECONDS, lambda: "the target to close")
             watchdog.stop()
             raise
+        finally:
+            self.doing = ""
         self._info = info
         seconds = time.monotonic() - started
         self.usage.opens += 1
@@ -190,17 +215,20 @@ class Host:
     def _create(self) -> Target:
         target = self.spec.create()
         if self.settings.inject:
-            from pytest_adapt.faults.registry import get
+            from pytest_adapt.faults.registry import CountedSeams, get
 
             seams = getattr(target, "seams", None)
             if seams is None:
                 raise TargetError(f"target {self.spec.text} has no seams to put fault {self.settings.inject} into")
-            get(self.settings.inject).install(seams)
+            get(self.settings.inject).install(CountedSeams(seams, self._count))
         if self.settings.observables:
             from pytest_adapt.target.mask import MaskedTarget
 
             return MaskedTarget(target, self.settings.observables)
         return target
+
+    def _count(self) -> None:
+        self.reached += 1
 
     def _seconds_left(self) -> float:
         return max(0.0, min(self.deadline - time.monotonic(), self.settings.timeout))
@@ -277,8 +305,14 @@ class OpenTarget:
             for setting in (wanted,) if isinstance(wanted, int) else wanted:
                 self._check_feature(name, setting)
 
-    def run(self, requests: Iterable[Request], answered: Callable[[str], None] | None = None) -> dict[str, Response]:
-        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes.
+    def run(
+        self,
+        requests: Iterable[Request],
+        answered: Callable[[str], None] | None = None,
+        aborted: Collection[str] = (),
+    ) -> dict[str, Response]:
+        """Answers by request id, all requests in flight together; ``answered`` is told the id of each as it comes, and
+        may abort those in ``aborted``.
 
         Raises Verdict: unknown where no wanted observable is shown, fail where the target breaks the contract.
         """
@@ -291,7 +325,7 @@ class OpenTarget:
             self.observables_used |= want
             asked.append(replace(request, want=want))
         self._asked |= {one.id.partition("#")[0]: one.prompt for one in asked}
-        answers = self._host.run(self._opened, asked, answered)
+        answers = self._host.run(self._opened, asked, answered, aborted)
         self.responses.update(answers)
         self._scored.update({one.prompt: answers[one.id] for one in asked if not one.max_new_tokens})
         return answers
@@ -373,13 +407,17 @@ class OpenTarget:
         control = getattr(self._opened.target, "control", None)
         if control is None:
             raise Verdict(Status.UNSUPPORTED, f"{self.info.name} has no control over requests in flight")
-        left = list(victims)
+        chosen = list(victims)
+        left = list(chosen)
 
         def next_victim(identity: str) -> None:
             if left:
-                control("abort", id=left.pop())
+                try:
+                    control("abort", id=left.pop())
+                except Exception as error:  # the target's code may raise anything
+                    raise _optional_failed(self.info, "control", error) from error
 
-        return self.run(requests, next_victim)
+        return self.run(requests, next_victim, chosen)
 
     def with_pool(self, tokens: int) -> OpenTarget:
         """The same deployment with a KV cache of so many tokens, opened in place of this one; this one where the target
@@ -390,13 +428,21 @@ class OpenTarget:
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and output together that the target may take at most."""
-        return max(self._deployment.max_context, self.info.max_context)
+        """Tokens of prompt and output together that the target may take at most: what it says, within the positions
+        that the model has (prompts of this length are made, and a claim is no reason to fill the memory)."""
+        return max(self._deployment.max_context, min(self.info.max_context, _positions(self._deployment.model)))
 
     def stats(self) -> dict[str, float]:
         """The target's own counters; empty where it has none."""
+        from pytest_adapt.target.checked import checked_counters
+
         counters = self._optional("stats")
-        return {} if counters is None else {str(name): float(value) for name, value in counters().items()}
+        if counters is None:
+            return {}
+        try:
+            return checked_counters(self.info.name, counters())
+        except TargetError as error:
+            raise Verdict(Status.FAIL, str(error)) from None
 
     @property
     def in_process(self) -> bool:
@@ -413,10 +459,12 @@ class OpenTarget:
         """Largest number of bytes that the target held since the last reset. Raises Verdict unsupported where it
         does not tell."""
         measure = self._optional("peak_memory")
-        found: int | None = None if measure is None else measure(reset)
+        found = None if measure is None else measure(reset)
         if found is None:
             raise Verdict(Status.UNSUPPORTED, f"{self.info.name} does not show its memory")
-        return found
+        if not isinstance(found, Integral) or found < 0:
+            raise Verdict(Status.FAIL, f"{self.info.name}: peak_memory is {found!r}, expected a number of bytes")
+        return int(found)
 
     def refusal(self, directory: Any) -> str | None:
         """Why the target declines the checkpoint in ``directory``; None where it loads it."""
@@ -440,9 +488,16 @@ class OpenTarget:
         if method is None:
             return None
         limit = self._host.settings.timeout
-        return lambda *arguments: opened.watchdog.call(
-            lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
-        )
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return opened.watchdog.call(
+                    lambda: method(*arguments), limit, lambda: f"{opened.info.name} to answer {name}"
+                )
+            except Exception as error:  # the target's code may raise anything
+                raise _optional_failed(opened.info, name, error) from error
+
+        return call
 
     def _ask(
         self, prompts: Mapping[str, Iterable[int]], n: int, want: Iterable[str] | None, request: dict[str, Any]
@@ -482,6 +537,20 @@ class OpenTarget:
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
         return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+
+
+def _optional_failed(info: Info, name: str, error: Exception) -> Verdict:
+    what = str(error) if isinstance(error, (TargetError, Hung)) else f"{type(error).__name__}: {error}"
+    return Verdict(Status.FAIL, f"{info.name}: its optional {name} failed: {what}")
+
+
+def _positions(directory: str) -> int:
+    """Positions of a checkpoint's configuration; 0 where it does not say."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
 
 
 def _name(deployment: Deployment) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = [
     "case_id",
     "goldens_dir",
     "is_suite_file",
+    "program",
     "relative",
     "suite_of",
     "suites_dir",
@@ -117,6 +119,22 @@ class SuiteModule(pytest.Module):
             return super()._getobj()  # type: ignore[no-untyped-call]
         finally:
             option.importmode = before
+
+
+def program(started: str, python: str, directory: Path) -> tuple[str, ...]:
+    """The words that start pytest as this run was started (``started`` is its argv[0]), typed in ``directory``."""
+    path = Path(started)
+    if path.name == "__main__.py" and path.parent.name == "pytest":
+        return (_typed(Path(python), directory), "-m", "pytest")
+    return (_typed(path, directory),) if path.name in ("pytest", "py.test") else ("pytest",)
+
+
+def _typed(path: Path, directory: Path) -> str:
+    """A program as one would type it: its name where that finds it, else its path."""
+    found = shutil.which(path.name)
+    if len(path.parts) == 1 or (found is not None and Path(found).absolute() == path.absolute()):
+        return path.name
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 def relative(path: Path, start: Path) -> str:

@@ -8,7 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["Hung", "Watchdog"]
+from pytest_adapt.target.protocol import TargetError
+
+__all__ = ["THREAD", "Hung", "Watchdog"]
+
+THREAD = "adapt-target"
+"""Name of the thread in which a target's code runs."""
 
 T = TypeVar("T")
 
@@ -57,7 +62,7 @@ class Watchdog:
     def _thread(self) -> queue.SimpleQueue[Any]:
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._tasks,), name="adapt-target", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._tasks,), name=THREAD, daemon=True).start()
         return self._tasks
 
 
@@ -67,8 +72,15 @@ def _serve(tasks: queue.SimpleQueue[Any]) -> None:
         try:
             for value in produce():
                 box.put(("value", value))
-        except BaseException as error:  # everything goes to the caller, whose thread decides
+        except Exception as error:  # goes to the caller, whose thread decides
             box.put(("error", error))
+        except BaseException as error:  # pytest.skip, KeyboardInterrupt, SystemExit ... out of code that is judged
+            box.put(
+                (
+                    "error",
+                    TargetError(f"the target raised {type(error).__name__}: {error}; only errors are its to raise"),
+                )
+            )
         else:
             box.put(("end", None))
         del task, produce, box

@@ -271,7 +271,8 @@ def rows_of(name: str, arguments: argparse.Namespace, llama: str) -> Iterator[Ro
     wrong = sorted(set(arguments.prompts) - set(every))
     if wrong:
         raise ModelError(f"model {name} has no prompt {wrong[0]}; it has {', '.join(every)}")
-    chosen = {key: tuple(every[key]) for key in arguments.prompts or every}
+    texts = [key for key in every if key.startswith("text-")]
+    chosen = {key: tuple(every[key]) for key in arguments.prompts or texts}
     ours, mine = generate("builtin", arguments.work, directory, requests(chosen, False))
     witness, theirs = generate("hf:", arguments.work, directory, requests(chosen, False))
     others = {HF: theirs}
@@ -316,7 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--llama-venv", type=Path, help="venv that holds llama-cpp-python[server]")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
-    parser.add_argument("--prompts", nargs="+", default=(), metavar="NAME", help="text-0 ... text-9; all by default")
+    parser.add_argument("--prompts", nargs="+", default=(), metavar="NAME", help="text-0 ... text-9 by default")
     parser.add_argument("--work", type=Path, default=Path(".adapt"), help="checkpoints, logs and cached references")
     arguments = parser.parse_args()
     done: list[Row] = []

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 from .config import DenseSpec, ModelSpec, MoESpec
 from .errors import LayoutError
 
 __all__ = ["Layout", "check", "span"]
 
-_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,4})")
+_PART = re.compile(r"(etp|tp|pp|ep|sp|dp)([1-9][0-9]{0,3})")
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,14 @@ class Layout:
             if found is None or found[1] in sizes or any(axes.index(name) > axes.index(found[1]) for name in sizes):
                 order = ", ".join(axes)
                 raise LayoutError(
-                    f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size; "
-                    "write for example tp2.ep4"
+                    f"layout {text!r}: {part!r} is not an axis of {order}, each once, in this order, with its size "
+                    "(1 to 9999); write for example tp2.ep4"
                 )
             sizes[found[1]] = int(found[2])
-        return cls(**sizes)
+        layout = cls(**sizes)
+        if layout.world > _MOST_RANKS:
+            raise LayoutError(f"layout {text!r}: {layout.world} ranks are more than {_MOST_RANKS}")
+        return layout
 
     @property
     def least_dp(self) -> int:
@@ -104,29 +109,30 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if broken is None:
         return
     axis, rule = broken
-    near = [str(other) for other in _neighbours(layout, axis, _largest(spec)) if not any(_broken(spec, other))]
-    size = getattr(layout, axis)
-    below = [name for name in near if getattr(Layout.parse(name), axis) < size][:1]
-    above = [name for name in near if getattr(Layout.parse(name), axis) > size][:1]
-    raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(below + above) or 'single'}")
+    size, limit = getattr(layout, axis), _largest(spec)
+    near = []
+    # No size beyond the limit is legal: one far above it must not be walked down from.
+    for sizes in (range(min(size - 1, limit), 0, -1), range(size + 1, limit + 1)):
+        others = _resized(layout, axis, sizes)
+        near += [str(other) for other in islice((one for one in others if not any(_broken(spec, one))), 1)]
+    raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(near) or 'single'}")
 
 
 def _largest(spec: ModelSpec) -> int:
-    experts = [layer.ffn.experts for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
-    return max(len(spec.layers), *(layer.attention.heads for layer in spec.layers), *experts, 1)
+    """More ranks than this no axis of a model can have."""
+    sparse = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    heads = (layer.attention.heads for layer in spec.layers)
+    return max(len(spec.layers), *heads, *(max(ffn.experts, ffn.inter) for ffn in sparse))
 
 
-def _neighbours(layout: Layout, axis: str, limit: int) -> Iterator[Layout]:
-    """The same layout with other sizes of one axis, from near to far; an inferred dp is inferred again."""
+def _resized(layout: Layout, axis: str, sizes: Iterable[int]) -> Iterator[Layout]:
+    """The same layout with other sizes of one axis; an inferred dp is inferred again."""
     dp = 0 if layout.dp == layout.least_dp else layout.dp
-    size = getattr(layout, axis)
-    for distance in range(1, max(size, limit) + 1):
-        for other in (size - distance, size + distance):
-            if 0 < other <= max(size, limit):
-                try:
-                    yield replace(layout, **{"dp": dp, axis: other})
-                except LayoutError:
-                    continue
+    for size in sizes:
+        try:
+            yield replace(layout, **{"dp": dp, axis: size})
+        except LayoutError:
+            continue
 
 
 def _broken(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:

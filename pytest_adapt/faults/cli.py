@@ -24,11 +24,16 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; exit code 0 when every fault was caught where it is, 1 otherwise, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt faults", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="every fault: id, owning suite, site, public report")
+    listing = commands.add_parser("list", help="every fault: id, owning suite, site, public report")
+    listing.add_argument("--commands", action="store_true", help="only the command that puts each fault in by hand")
     prove = commands.add_parser("prove", help="install each fault with --adapt-inject and run the owning suite")
     prove.add_argument("ids", nargs="*", help="fault ids; none means all")
     prove.add_argument("--precisions", default="fp32,bf16", help="comma-separated (default: %(default)s)")
     options = parser.parse_args(list(arguments))
+    if options.command == "list" and options.commands:
+        for fault in catalogue().values():
+            print(fault.command)
+        return 0
     if options.command == "list":
         rows = [("fault", "suite", "site, or what is said", "report", "what is done")]
         rows += [

@@ -7,11 +7,13 @@ the original callable and returns its replacement.
 
 from __future__ import annotations
 
+import functools
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Fault", "Operation", "Seams", "UnknownFault", "Wrapper", "catalogue", "get"]
+__all__ = ["CountedSeams", "Fault", "Operation", "Seams", "UnknownFault", "Wrapper", "catalogue", "get"]
 
 Operation = Callable[..., Any]
 Wrapper = Callable[[Operation], Operation]
@@ -39,6 +41,41 @@ class Seams(Protocol):
     def rank(self) -> int:
         """The rank that computes at this moment."""
         ...
+
+
+class CountedSeams:
+    """Seams through which a fault is installed so that ``reached`` hears of each call of what it replaced."""
+
+    def __init__(self, seams: Seams, reached: Callable[[], None]) -> None:
+        self._seams = seams
+        self._reached = reached
+
+    def wrap(self, seam: str, wrapper: Wrapper) -> None:
+        """See `Seams`."""
+
+        def counted(original: Operation) -> Operation:
+            replaced = wrapper(original)
+
+            @functools.wraps(replaced)
+            def call(*arguments: Any, **named: Any) -> Any:
+                self._reached()
+                return replaced(*arguments, **named)
+
+            return call
+
+        self._seams.wrap(seam, counted)
+
+    def restore(self) -> None:
+        """See `Seams`."""
+        self._seams.restore()
+
+    def layer(self) -> int | None:
+        """See `Seams`."""
+        return self._seams.layer()
+
+    def rank(self) -> int:
+        """See `Seams`."""
+        return self._seams.rank()
 
 
 class UnknownFault(ValueError):
@@ -84,6 +121,21 @@ class Fault:
     def kind(self) -> str:
         """Class of the fault: the letters of its id."""
         return self.id[:2]
+
+    @property
+    def shows_on(self) -> str:
+        """Where it is known to be visible, in words."""
+        contexts = f", contexts {', '.join(map(str, self.contexts))}" if self.contexts else ""
+        return f"model {self.models[0]} (layout {self.layout}, {' and '.join(self.precisions)}{contexts})"
+
+    @property
+    def command(self) -> str:
+        """The command line that puts it where it shows, and runs the tests that must be red."""
+        words = [f"--adapt-inject={self.id}", f"--adapt-models={self.models[0]}", f"--adapt-layouts={self.layout}"]
+        if self.contexts:
+            words.append(f"--adapt-contexts={','.join(map(str, self.contexts))}")
+        words += ["-k", f"{self.suite} and {self.where or 'sites'}"]
+        return shlex.join(["pytest", "--adapt-target=builtin", *words])
 
 
 def catalogue() -> Mapping[str, Fault]:

@@ -178,9 +178,9 @@ def _plan_lines(load: Load, devices: tuple[int, int], budget: Plan) -> list[str]
     lines += [_row(item, budget.capacity) for item in rows]
     if budget.fitting:
         more = len(budget.fitting) - len(rows)
-        lines.append(
-            f"  fits on {budget.partitions} of {number} cards" + (f"; {more} more layouts fit" if more > 0 else "")
-        )
+        others = "1 more layout fits" if more == 1 else f"{more} more layouts fit"
+        cards = "card" if number == 1 else "cards"
+        lines.append(f"  fits on {budget.partitions} of {number} {cards}" + (f"; {others}" if more > 0 else ""))
         lines += [f"  {advice}" for advice in budget.advice]
     else:
         lines.append(

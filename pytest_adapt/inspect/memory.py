@@ -262,7 +262,8 @@ def _preference(item: Budget) -> tuple[int, int, int, int]:
 
 def _fit_advice(structure: Structure, devices: int, world: int) -> tuple[str, ...]:
     copies = devices // world
-    return (f"{copies} copies of the model side by side ({world} cards each)",) if copies > 1 else ()
+    cards = "1 card" if world == 1 else f"{world} cards"
+    return (f"{copies} copies of the model side by side ({cards} each)",) if copies > 1 else ()
 
 
 def _fits(structure: Structure, devices: int, memory: int, load: Load, reserve: float) -> bool:

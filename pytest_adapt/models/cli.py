@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_adapt.models import ModelError, catalogue, materialise
-from pytest_adapt.models.tokenizer import plain_ids
 from pytest_adapt.target.protocol import Deployment, TargetError
 
 __all__ = ["main"]
@@ -80,11 +80,13 @@ def _slice(options: argparse.Namespace) -> None:
 
 
 def _search(options: argparse.Namespace) -> None:
+    from pytest_adapt.models.prompts import ordinary
     from pytest_adapt.models.search import SELECTION, choice_of, of_target, save, search
     from pytest_adapt.target.registry import resolve
 
     directory = materialise(options.model, options.root)
-    config = catalogue()[options.model].config
+    # Of a real model the catalogue's entry names only what its checkpoint changes.
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if "num_experts_per_tok" not in config:
         raise ModelError(f"model {options.model} has no router: there is nothing to search for")
     spec = resolve(options.target)
@@ -97,7 +99,7 @@ def _search(options: argparse.Namespace) -> None:
             found = search(
                 of_target(target),
                 choice_of(config),
-                plain_ids(config["vocab_size"]),
+                ordinary(catalogue()[options.model], config),
                 length=options.length,
                 candidates=options.candidates,
                 seed=seed,

@@ -12,7 +12,7 @@ from typing import Any
 from pytest_adapt.models.entries import ModelEntry, ModelError
 from pytest_adapt.models.tokenizer import plain_ids
 
-__all__ = ["LONGEST", "prompts_of", "random_tokens", "shipped"]
+__all__ = ["LONGEST", "ordinary", "prompts_of", "random_tokens", "shipped"]
 
 LONGEST = 4096
 _RANDOM_LENGTHS = (1, 37, 150, 301)  # one token, and lengths that end inside a page of 16
@@ -31,9 +31,7 @@ def prompts_of(entry: ModelEntry, directory: Path) -> Mapping[str, tuple[int, ..
 
 def random_tokens(entry: ModelEntry, directory: Path, key: str, length: int) -> tuple[int, ...]:
     """``length`` ordinary token ids from a hash of (model, key, position); a longer draw extends a shorter one."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    # Real vocabularies keep their special tokens at the start; skip both ends.
-    ids = plain_ids(config["vocab_size"])[17 if entry.kind == "smollm2" else 0 :]
+    ids = ordinary(entry, json.loads((directory / "config.json").read_text(encoding="utf-8")))
     stream: list[int] = []
     block = 0
     while len(stream) < length:
@@ -41,6 +39,12 @@ def random_tokens(entry: ModelEntry, directory: Path, key: str, length: int) -> 
         stream.extend(ids[int.from_bytes(digest[i : i + 4], "little") % len(ids)] for i in range(0, 32, 4))
         block += 1
     return tuple(stream[:length])
+
+
+def ordinary(entry: ModelEntry, config: Mapping[str, Any]) -> range:
+    """Token ids that mean nothing special, of the vocabulary of the checkpoint's config.json."""
+    # Real vocabularies keep their special tokens at the start; skip both ends.
+    return plain_ids(config["vocab_size"])[17 if entry.kind == "smollm2" else 0 :]
 
 
 def shipped(entry: ModelEntry) -> Mapping[str, tuple[int, ...]]:

@@ -40,7 +40,7 @@ class Trace:
     own: dict[str, np.ndarray] = field(default_factory=dict)
     """For each forced site, and the ids of each replayed layer: what the run itself computed there."""
     terms: dict[str, np.ndarray] = field(default_factory=dict)
-    """Of a ``sized`` run, for each forced site that is one matrix product: the sum of its terms' magnitudes."""
+    """Of a ``sized`` run, for each forced site that is one matrix product: the size of its partial sums."""
     ids: dict[int, np.ndarray] = field(default_factory=dict)
     """Layer -> int64 [T, k]: expert ids, ascending, that the run went on with."""
     selection: dict[int, np.ndarray] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Oracle:
         forced: full site name -> another's value for all T rows (logits: the asked rows); the run keeps its own
         value in ``Trace.own`` and goes on with the given one, so own minus given is the error of one operation.
         replay: layer -> expert ids [T, k], forces just these. rows: rows of which logits are wanted.
-        sized: ``Trace.terms`` gets the sums of term magnitudes of forced sites that are one matrix product.
+        sized: ``Trace.terms`` gets the size of the partial sums of forced sites that are one matrix product.
         Raises OracleError for tokens outside the vocabulary, sites that do not occur, shapes that do not fit, and
         weights that make float64 logits infinite or NaN.
         """

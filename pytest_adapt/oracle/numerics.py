@@ -14,7 +14,7 @@ from ..sites import UNRECORDED, layer_of, matches
 from .errors import OracleError
 from .rounding import Rounding
 
-__all__ = ["Numerics"]
+__all__ = ["Numerics", "partial_sums"]
 
 # Elements of one accumulator: with its products it stays in a core's second-level cache.
 _BLOCK = 1 << 15
@@ -25,7 +25,8 @@ class Numerics:
 
     ``sites`` gets values whose full name matches a pattern of ``record``. A name in ``forced`` stores the run's
     own value in ``own`` and goes on with the given one, so that an error never travels past a forced site. ``sized``:
-    of forced sites that are one matrix product, ``terms`` gets the sums of their terms' magnitudes, in the same shape.
+    of forced sites that are one matrix product, ``terms`` gets the size of the partial sums (`partial_sums`), in the
+    same shape.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Numerics:
         if bias is not None:
             y = y + self.parameter(bias)
         if self._sized:
-            self._latest = y, np.abs(x) @ np.abs(matrix)
+            self._latest = y, partial_sums(x, matrix)
         return y
 
     def total(self, x: np.ndarray) -> np.ndarray:
@@ -126,6 +127,19 @@ class Numerics:
                 f"forced {name}: shape {given.shape}, but this run's value has {own.shape}; pass all rows"
             )
         return given.astype(self.dtype)
+
+
+def partial_sums(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """Root mean square of the partial sums of each element of ``x @ matrix``, over all orders of its terms.
+
+    After k of K terms t in random order, E[S_k^2] = k/K sum(t^2) + k(k-1)/(K(K-1)) (S^2 - sum(t^2)); the mean over k
+    tends to sum(t^2)/6 + S^2/3. Each addition rounds in proportion to the partial sum at that moment, so an engine's
+    error is proportional to this, whatever its order. The sum of the terms' magnitudes is not: one huge term, cancelled
+    by another, stays in the partial sum through most additions.
+    """
+    squares = np.square(x) @ np.square(matrix)
+    found: np.ndarray = np.sqrt(squares / 6 + np.square(x @ matrix) / 3)
+    return found
 
 
 def _rank_one_sum(left: np.ndarray, right: np.ndarray, out: np.ndarray, start: int) -> None:

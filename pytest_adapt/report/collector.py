@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from pytest_adapt.verdict.result import CaseResult, Status
 
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
+    from pytest_adapt.verdict.ladder import Ladder
 
 __all__ = ["Collector"]
 
@@ -33,16 +35,32 @@ class Collector:
         self.written = ""
         self.document: dict[str, Any] = {}
         """What was written to report.json."""
+        self.exercised: set[tuple[str, str]] = set()
+        """(model, layout) on which what the fault of this run replaced was called."""
         self._started = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
+    @property
+    def ladder(self) -> Ladder:
+        """How far the target can be trusted, by the cases so far."""
+        from pytest_adapt.verdict.ladder import climb
+
+        one_rank = not self.runner.spec.axes
+        return climb(self.cases, self.runner.settings.profile, ("layouts",) if one_rank else ())
+
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
         self._take_own()
-        return {"fatal": self.fatal, "target": self.target, "usage": self.usage, "peak_bytes": self.peak_bytes}
+        return {
+            "fatal": self.fatal,
+            "target": self.target,
+            "usage": self.usage,
+            "peak_bytes": self.peak_bytes,
+            "exercised": sorted(self.exercised),
+        }
 
     def pytest_report_header(self) -> list[str]:
         settings = self.runner.settings
@@ -92,6 +110,7 @@ class Collector:
         self.fatal = self.fatal or sent.get("fatal", "")
         self.target = self.target or sent.get("target", {})
         self.peak_bytes = max(self.peak_bytes, sent.get("peak_bytes", 0))
+        self.exercised.update((model, layout) for model, layout in sent.get("exercised", ()))
         for name, value in sent.get("usage", {}).items():
             self.usage[name] = self.usage.get(name, 0) + value
 
@@ -103,7 +122,7 @@ class Collector:
         elif (
             self.cases
             and session.exitstatus == pytest.ExitCode.OK
-            and not any(case.status == "pass" for case in self.cases)
+            and (not any(case.status == "pass" for case in self.cases) or not self.fault_report()[0])
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.cases:
@@ -117,6 +136,31 @@ class Collector:
 
         if self.cases or self.fatal:
             write_summary(terminalreporter, self)
+
+    def fault_report(self) -> tuple[bool, str]:
+        """Whether the fault of this run was exercised, and a line about it where nothing was red.
+
+        Exercised: what it replaced was called, on a model and a layout on which it is no rewording of the original.
+        True and "" without a fault.
+        """
+        if not self.runner.settings.inject:
+            return True, ""
+        from pytest_adapt.faults.registry import get
+        from pytest_adapt.verdict.ladder import is_red
+
+        fault = get(self.runner.settings.inject)
+        command = shlex.join([*self.runner.program, *shlex.split(fault.command)[1:]])
+        red = any(map(is_red, self.cases))
+        known = any(model in fault.models and fault.layout in ("single", layout) for model, layout in self.exercised)
+        # Elsewhere it may show as well: then something is red.
+        if not self.exercised or not (red or known):
+            return False, f"fault {fault.id} was never exercised: it needs {fault.shows_on}: {command}"
+        if red:
+            return True, ""
+        return (
+            True,
+            f"fault {fault.id} was exercised and nothing was red; it shows on {fault.shows_on}: {command}",
+        )
 
     def _finished(self, case: CaseResult) -> None:
         self.cases.append(case)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_adapt.verdict.ladder import climb, clusters
+from pytest_adapt.verdict.ladder import clusters
 
 if TYPE_CHECKING:
     from pytest_adapt.report.collector import Collector
@@ -56,7 +56,7 @@ def write_report(collector: Collector, exit_status: int) -> str:
 def document(collector: Collector, exit_status: int) -> dict[str, Any]:
     """The report as plain values."""
     runner = collector.runner
-    ladder = climb(collector.cases)
+    ladder = collector.ladder
     extra: dict[str, Any] = {}
     runner.config.hook.pytest_adapt_report_metadata(metadata=extra)
     settings = asdict(runner.settings)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_adapt.matrix import declined
 from pytest_adapt.stash import STATE
 
 if TYPE_CHECKING:
@@ -34,10 +35,14 @@ class Costs:
 def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
     """The table that --adapt-plan prints: one line per deployment, then totals and estimated minutes."""
     table: dict[str, list[int]] = {}
+    left_out: dict[str, int] = {}
     cases = 0
     for item in items:
         state = item.stash.get(STATE, None)
         if state is None:
+            continue
+        if reason := _declined(runner, state):
+            left_out[reason] = left_out.get(reason, 0) + 1
             continue
         cases += 1
         row = table.setdefault(str(state.cell) if state.cell else "no deployment", [0, 0, 0])
@@ -52,6 +57,7 @@ def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
     lines = [f"adapt plan: target {runner.settings.target}, profile {runner.settings.profile}", ""]
     lines += [f"{'deployment':{width}}  {'cases':>6} {'requests':>9} {'tokens':>10}"] if table else []
     lines += [f"{name:{width}}  {row[0]:6d} {row[1]:9d} {row[2]:10d}" for name, row in table.items()]
+    lines += [f"unsupported: {number} cases: {reason}" for reason, number in left_out.items()]
     total = (
         f"total: {cases} cases, {len(opened)} deployments, about {requests} requests, {tokens} tokens, "
         f"{minutes:.1f} minutes"
@@ -72,6 +78,12 @@ def prompt_lengths(model: Model) -> list[int]:
 
         found += [len(ids) for name, ids in shipped(model.entry).items() if name.partition("-")[0] in sets]
     return sorted(found)
+
+
+def _declined(runner: Runner, state: ItemState) -> str:
+    cell = state.cell
+    model = runner.matrix.models.get(cell.model) if cell else None
+    return declined(model, cell.layout, runner.spec) if cell is not None and model is not None else ""
 
 
 def _demand(runner: Runner, state: ItemState) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.verdict.causes import failed, worst
-from pytest_adapt.verdict.ladder import Cluster, climb, clusters
+from pytest_adapt.verdict.ladder import Cluster, clusters
 from pytest_adapt.verdict.result import CaseResult, Figure, Measurement
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _MOST_FIGURES = 4
 
 def write_summary(terminal: Any, collector: Collector) -> None:
     """Write the section ``adapt``."""
-    red = bool(collector.fatal) or bool(clusters(collector.cases))
+    red = bool(collector.fatal) or bool(clusters(collector.cases)) or bool(collector.fault_report()[1])
     terminal.section("adapt", red=red, green=not red, bold=True)
     for line, markup in summary_lines(collector):
         terminal.write_line(line, **markup)
@@ -38,13 +38,16 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     if not cases:
         return lines
     found = clusters(cases)
-    lines.append((str(climb(cases)), {"red": bool(found), "green": not found, "bold": True}))
+    lines.append((str(collector.ladder), {"red": bool(found), "green": not found, "bold": True}))
     lines.append((counts_line(cases), {}))
     if not any(case.status in ("pass", "fail") for case in cases):
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
     if collector.runner.settings.goldens == "off":
         lines.append(("goldens are off: what only a record can tell is unchecked", {"red": True}))
-    tail = [_cut(line) for line in (_not_shown(cases), *_figure_lines(cases)) if line]
+    if said := collector.fault_report()[1]:
+        lines.append((said, {"red": True}))
+    tail = [_not_shown(cases, collector.runner.timing_command), *_figure_lines(cases)]
+    tail = [_cut(line, 3) for line in tail if line]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
     tail.append(f"engineering reference: {collector.seconds:.1f} s{memory}{where}")
@@ -173,12 +176,13 @@ def _amount(one: Figure) -> str:
     return f"{name} {value:.4g} {one.unit}"
 
 
-def _not_shown(cases: list[CaseResult]) -> str:
-    """One line for what was neither passed nor failed."""
+def _not_shown(cases: list[CaseResult], timing_command: str) -> str:
+    """One line for what was neither passed nor failed. What was deferred shares one reason and one command."""
     reasons: dict[str, int] = {}
     for case in cases:
         if case.status.value in ("unsupported", "unknown", "unchecked", "inconclusive", "deferred", "blocked"):
-            key = f"{case.status.value}: {case.reason}"
+            reason = f"measures time; run it without xdist: {timing_command}"
+            key = f"{case.status.value}: {reason if case.status == 'deferred' else case.reason}"
             reasons[key] = reasons.get(key, 0) + 1
     ordered = sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = [f"{number} x {reason}" for reason, number in ordered[:3]]

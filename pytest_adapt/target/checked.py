@@ -13,8 +13,10 @@ import numpy as np
 
 from pytest_adapt.target.protocol import OBSERVABLES, Info, Request, Response, TargetError, TopK
 
-__all__ = ["checked_info", "checked_response", "checked_responses", "decode_array", "encode_array"]
+__all__ = ["checked_counters", "checked_info", "checked_response", "checked_responses", "decode_array", "encode_array"]
 
+_LONGEST = 1 << 24
+"""Tokens of the longest context that a target may declare; --adapt-contexts ends there too."""
 
 _NOTHING = type(None)
 _WORDS: Mapping[type, str] = {_NOTHING: "None", Integral: "an integer", Real: "a number", str: "text"}
@@ -26,6 +28,8 @@ _INFO: Mapping[str, tuple[type, ...]] = {
     "token_prompts": (bool,),
     "max_context": (Integral,),
     "vocab_size": (Integral,),
+    "first_row": (Integral,),
+    "topk": (Integral,),
     "sites": (tuple, list),
     "rounds": (str,),
     "router": (str,),
@@ -45,19 +49,53 @@ _RESPONSE: Mapping[str, tuple[type, ...]] = {
     "error": (str, _NOTHING),
     "seconds": (Real, _NOTHING),
     "first_token_seconds": (Real, _NOTHING),
+    "completion_tokens": (Integral, _NOTHING),
+    "drift": (tuple, list),
 }
+_LARGEST_ID = 2**31
+_LOAD = ("tensors", "seconds", "bytes")
+_ALLOWED: Mapping[str, tuple[str, ...]] = {"rounds": ("eager", "fused"), "router": ("fp32", "eager")}
 
 
 def checked_info(who: str, info: Info) -> Info:
     """``info``; TargetError for a field of another type than the protocol's, or an unknown observable."""
     _fields(f"{who}: info", info, _INFO)
+    if not 0 <= info.max_context <= _LONGEST:
+        raise TargetError(
+            f"{who}: info: max_context is {_brief(info.max_context)}, expected 1 to {_LONGEST} tokens (0: not said)"
+        )
     names: Any = info.observables
     if isinstance(names, str) or not isinstance(names, Collection) or not set(names) <= set(OBSERVABLES):
         raise TargetError(f"{who}: info: observables is {_brief(names)}, expected some of {', '.join(OBSERVABLES)}")
     for name, levels in info.features.items():
         if not isinstance(levels, Sequence) or not all(isinstance(level, Integral) for level in levels):
             raise TargetError(f"{who}: info: feature {name} is {_brief(levels)}, expected a list of settings (numbers)")
+    for name, words in _ALLOWED.items():
+        if getattr(info, name) not in words:
+            raise TargetError(f"{who}: info: {name} is {_brief(getattr(info, name))}, expected {' or '.join(words)}")
+    if info.vocab_size < 0 or info.topk < 0:
+        raise TargetError(f"{who}: info: vocab_size is {info.vocab_size} and topk {info.topk}; 0 means not known")
+    if info.first_row and {"taps", "logits"} & set(names):
+        raise TargetError(f"{who}: info: first_row is {info.first_row}, but taps and logits are shown of every token")
+    lacks = (
+        [name for name in _LOAD if not isinstance(info.load.get(name), Real)] if "load_audit" in info.features else []
+    )
+    if lacks:
+        raise TargetError(
+            f"{who}: info: load[{lacks[0]!r}] is {_brief(info.load.get(lacks[0]))}; a target with the feature "
+            f"load_audit says in numbers what it loaded: {', '.join(_LOAD)}"
+        )
     return info
+
+
+def checked_counters(who: str, counters: object) -> dict[str, float]:
+    """What `stats` gave; TargetError where that is no mapping of names to numbers."""
+    if not isinstance(counters, Mapping):
+        raise TargetError(f"{who}: stats returned {_brief(counters)}, expected a mapping of names to numbers")
+    for name, value in counters.items():
+        if not isinstance(value, Real):
+            raise TargetError(f"{who}: stats: {name} is {_brief(value)}, expected a number")
+    return {str(name): float(value) for name, value in counters.items()}
 
 
 def checked_responses(who: str, responses: Iterable[object], requests: Sequence[Request]) -> Iterator[Response]:
@@ -79,7 +117,7 @@ def checked_responses(who: str, responses: Iterable[object], requests: Sequence[
 def checked_response(who: str, response: Response, request: Request) -> Response:
     """``response`` with arrays of the protocol's dtypes; TargetError for a shape that cannot be."""
     if response.error is not None:
-        return response
+        return replace(response, error=response.error.strip() or "without a reason")
     at = f"{who}: request {request.id!r}"
     rows: dict[str, int] = {}
     logits, scores, topk = response.logits, response.scores, response.topk
@@ -112,9 +150,14 @@ def checked_response(who: str, response: Response, request: Request) -> Response
             f"{at}: {len(response.tokens)} tokens generated, at most {request.max_new_tokens} were asked for"
         )
     given: Sequence[Any] = response.tokens
-    wrong = next((token for token in given if not isinstance(token, Integral)), None)
-    if wrong is not None:
-        raise TargetError(f"{at}: tokens holds {_brief(wrong)}, expected token ids")
+    wrong = [token for token in given if not _is_id(token)]
+    if wrong:
+        raise TargetError(f"{at}: tokens holds {_brief(wrong[0])}, expected token ids: integers from 0 on")
+    if response.origin is not None and not callable(response.origin):
+        raise TargetError(f"{at}: origin is {_brief(response.origin)}, expected a function or None")
+    drifted: Sequence[Any] = response.drift
+    if not all(isinstance(line, str) for line in drifted):
+        raise TargetError(f"{at}: drift is {_brief(drifted)}, expected a line of text for each copy that differs")
     tokens = tuple(int(token) for token in response.tokens)
     return replace(response, tokens=tokens, logits=logits, scores=scores, topk=topk, taps=taps)
 
@@ -144,6 +187,10 @@ def encode_array(array: np.ndarray) -> dict[str, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     text = base64.b64encode(little.tobytes()).decode("ascii")
     return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": text}
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= int(value) < _LARGEST_ID
 
 
 def _fields(at: str, value: object, kinds: Mapping[str, tuple[type, ...]]) -> None:

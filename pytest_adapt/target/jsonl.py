@@ -155,7 +155,7 @@ class JsonlTarget:
         at = f"request {values['id']!r}"
         try:
             values.setdefault("prompt_tokens", -1)
-            values["tokens"] = tuple(int(token) for token in values.get("tokens") or ())
+            values["tokens"] = tuple(values.get("tokens") or ())
             for name, dtype in (("logits", np.float32), ("scores", np.float64)):
                 if values.get(name) is not None:
                     values[name] = decode_array(values[name], dtype)
@@ -168,7 +168,7 @@ class JsonlTarget:
                 name: decode_array(value, np.int64 if name.endswith(".ids") else np.float32)
                 for name, value in taps.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             self._fail(f"{at}: {type(error).__name__}: {error}")
         return Response(**values)
 

@@ -143,6 +143,8 @@ class OpenAITarget:
             token_prompts=self._dialect.tokens,
             max_context=limit if isinstance(limit, int) else deployment.max_context,
             vocab_size=self._served.vocab,
+            first_row={"": -1, "echo_after": 1}.get(self._dialect.prompt, 0),
+            topk=self._dialect.k,
             rounds="fused",
             environment={
                 "url": self._client.url,
@@ -379,8 +381,16 @@ class OpenAITarget:
             return response
         finish = rest.finish if left else "length"
         text = (response.text or "") + self._served.reader().decode([end]) + (rest.text or "")
+        # The end token was put there, and is counted: it stands where the server would have gone on.
+        counts = [response.completion_tokens, rest.completion_tokens if left else 0]
+        count = None if None in counts else 1 + sum(number for number in counts if number)
         return replace(
-            rest, prompt_tokens=response.prompt_tokens, tokens=tokens + rest.tokens, finish=finish, text=text
+            rest,
+            prompt_tokens=response.prompt_tokens,
+            tokens=tokens + rest.tokens,
+            completion_tokens=count,
+            finish=finish,
+            text=text,
         )
 
     def _asked(self, request: Request) -> _Dialect:
@@ -416,6 +426,7 @@ class OpenAITarget:
         tokens = self._generated(choice, output, base.text)
         if request.max_new_tokens:
             base.tokens = tokens[: request.max_new_tokens]
+            base.completion_tokens = choice.completion_tokens
             base.finish = "stop" if choice.finish == "stop" or (tokens and tokens[-1] in request.stop) else "length"
         if not asked.k or entries is None:
             return base
@@ -432,7 +443,7 @@ class OpenAITarget:
         base.first_row = first
         if "topk" in request.want:
             base.topk = TopK(rows.topk.ids[first:], rows.topk.logprobs[first:])
-        if "score" in request.want and asked.prompt in ("prompt_logprobs", "echo"):
+        if "score" in request.want and "score" in self._dialect.observables:
             rows.scores[-1] = math.nan  # the token after the last row was never fed
             base.scores = rows.scores[first:]
         return base

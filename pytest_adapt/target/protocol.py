@@ -99,7 +99,7 @@ class Request:
     timed: bool = False
     """``first_token_seconds`` is wanted: a server streams its answer."""
     first_row: int = 0
-    """Rows before this one are not needed (they may be omitted from logits and taps)."""
+    """Rows before this one are not needed (they may be omitted). All others are, `Info.first_row` apart."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class Response:
     """Generated token ids."""
     finish: str = "length"
     """length, stop, or abort."""
+    completion_tokens: int | None = None
+    """Generated tokens as the target counted them, where ``tokens`` was made out of its text; else None."""
     text: str | None = None
     logits: np.ndarray | None = None
     """float32 [rows, V]."""
@@ -163,6 +165,10 @@ class Info:
     """Accepts token ids; otherwise the prompt is decoded with the checkpoint's tokenizer."""
     max_context: int = 0
     vocab_size: int = 0
+    first_row: int = 0
+    """First row of a prompt that it can show in scores and top-k lists; -1: none before the prompt's last token."""
+    topk: int = 0
+    """Most candidates that its top-k lists hold; 0: as many as are asked for."""
     sites: tuple[str, ...] = ()
     """Patterns of sites that it can tap."""
     rounds: str = "eager"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pytest_adapt.target.protocol import TargetError
 
-__all__ = ["Tokenizer", "ids_of_strings", "load_tokenizer"]
+__all__ = ["Tokenizer", "ids_of_strings", "load_tokenizer", "special_ids"]
 
 
 class Tokenizer(Protocol):
@@ -83,6 +83,12 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             f"{path} has merges, and this server takes text only; install the reader: pip install tokenizers"
         )
     return _Characters(vocab)
+
+
+def special_ids(directory: Path) -> frozenset[int]:
+    """Ids that the tokenizer.json of a checkpoint calls special, and that engines may leave out of texts."""
+    added = json.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or ()
+    return frozenset(int(entry["id"]) for entry in added if entry.get("special"))
 
 
 def ids_of_strings(tokenizer: Tokenizer) -> dict[str, int]:

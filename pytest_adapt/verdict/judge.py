@@ -92,7 +92,7 @@ class Judge:
         certified = emulation.certified[rows]
         self._count(certified)
         shown = [("logits", response.logits), ("topk", response.topk)]
-        numeric = [name for name, value in shown if value is not None][:1]
+        numeric = [name for name, value in shown if value is not None]
         try:
             if not numeric and response.scores is None:
                 raise Problem("shown", "the response shows neither logits, scores nor top-k log-probabilities")
@@ -194,6 +194,17 @@ class Judge:
         picked = np.array([token for _, token in chosen], np.int64)
         self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
         self._count(emulation.certified[rows])
+
+    def told(self, prompt: str, response: Response, readings: Sequence[str]) -> None:
+        """Text shown beside generated token ids must be one of the tokenizer's ``readings`` of them.
+
+        Bytes of a character that is not complete, and space around the text, are shown in many ways: they do not count.
+        """
+        if self._refused(prompt, response) or response.text is None or not response.tokens or not readings:
+            return
+        text, *wanted = (" ".join(one.replace("\ufffd", " ").split()) for one in (response.text, *readings))
+        detail = f"the text is {text[:40]!r}, the generated ids read {wanted[0][:40]!r}"
+        self._add("told", float(text not in wanted), 0.0, text in wanted, "text", prompt, compared=1, detail=detail)
 
     def agree(self, what: str, first: Response, second: Response, record: Record | None) -> None:
         """Two answers of one target that must be the same but for rounding, at certified positions.
@@ -522,8 +533,8 @@ def _live_record(oracle: Any, prompt: str, tokens: Sequence[int], precision: str
 
 
 def _both(first: Response, second: Response) -> list[str]:
-    """Numeric observables that both show: the strongest of logits and top-k, and scores."""
-    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None][:1]
+    """Numeric observables that both show."""
+    names = [n for n in ("logits", "topk") if getattr(first, n) is not None and getattr(second, n) is not None]
     return names + (["score"] if first.scores is not None and second.scores is not None else [])
 
 

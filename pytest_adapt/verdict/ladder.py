@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_adapt.sites import layer_of
@@ -10,7 +10,17 @@ from pytest_adapt.verdict.causes import Cause, causes_of, dataflow
 from pytest_adapt.verdict.result import RUNGS, CaseResult
 from pytest_adapt.verdict.status import outcome
 
-__all__ = ["SUITE_RUNGS", "Cluster", "Ladder", "Rung", "climb", "clusters", "is_red", "rung_of"]
+__all__ = [
+    "SMALLEST_PROFILES",
+    "SUITE_RUNGS",
+    "Cluster",
+    "Ladder",
+    "Rung",
+    "climb",
+    "clusters",
+    "is_red",
+    "rung_of",
+]
 
 SUITE_RUNGS: Mapping[str, str] = {
     "loading": "loads",
@@ -29,9 +39,24 @@ SUITE_RUNGS: Mapping[str, str] = {
 """Rung of each shipped suite; training stands beside the ladder."""
 
 
+SMALLEST_PROFILES: Mapping[str, str] = {
+    "loads": "smoke",
+    "correct": "smoke",
+    "consistent": "smoke",
+    "layouts": "day0",
+    "long_context": "day0",
+    "stress": "day0",
+    "performance": "day0",
+}
+"""Rung -> the smallest profile in which a shipped test stands on it. "precision" has none: each of its questions (what
+fp32, bf16 and fp16 may be off by) is asked on the other rungs in every precision; it is there for tests of a user's."""
+_PROFILES = ("smoke", "day0", "full")
+
+
 @dataclass(frozen=True)
 class Rung:
-    """One rung: green (something required passed, nothing is red), red, or empty (nothing was judged)."""
+    """One rung: green (something required passed, nothing is red), red, empty (nothing was judged), or absent: nothing
+    was judged, and this profile has no test of it."""
 
     name: str
     state: str
@@ -41,7 +66,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs in order; ``trusted`` is how many of them, from the bottom, are green."""
+    """All rungs in order; ``trusted`` is the number of the highest one up to which all that have tests are green (0:
+    none)."""
 
     rungs: tuple[Rung, ...]
     trusted: int
@@ -49,20 +75,37 @@ class Ladder:
     @property
     def next(self) -> Rung | None:
         """The rung that ended the climb."""
-        return self.rungs[self.trusted] if self.trusted < len(self.rungs) else None
+        return next((rung for rung in self.rungs[self.trusted :] if rung.state != "absent"), None)
 
     def __str__(self) -> str:
+        if not self.trusted and self.rungs[0].state == "empty" and not self.rungs[0].counts:
+            return self._narrowed()
         if not self.trusted and self.rungs[0].state == "empty":
-            return f"trust begins with rung 1 ({self.rungs[0].name}), where nothing was judged"
+            return f"trust begins with rung 1 ({self.rungs[0].name}), where nothing passed"
         if not self.trusted:
             head = "not trusted on any rung"
         else:
             head = f"trusted up to rung {self.trusted} of {len(self.rungs)}: {self.rungs[self.trusted - 1].name}"
+            passed_over = [rung.name for rung in self.rungs[: self.trusted] if rung.state == "absent"]
+            head += f" (no test: {', '.join(passed_over)})" if passed_over else ""
         if self.next is None:
-            return head
+            left = len(self.rungs) > self.trusted
+            return f"{head}; this profile asks no more" if left else head
+        named = f"rung {self.rungs.index(self.next) + 1} ({self.next.name})"
         if self.next.state == "red":
-            return f"{head}; rung {self.trusted + 1} ({self.next.name}) is red"
-        return f"{head}; rung {self.trusted + 1} ({self.next.name}) was not judged"
+            return f"{head}; {named} is red"
+        if set(self.next.counts) == {"deferred"}:
+            return f"{head}; {named} is deferred"
+        return f"{head}; {named} was not judged"
+
+    def _narrowed(self) -> str:
+        """What a run says that left the lowest rung out: its rungs, one by one."""
+        judged = [
+            f"rung {number} ({rung.name}) {'green' if rung.state == 'green' else 'is red'}"
+            for number, rung in enumerate(self.rungs, start=1)
+            if rung.state in ("green", "red")
+        ]
+        return f"narrowed run: {', '.join(judged) or 'no rung was judged'}; says nothing about trust"
 
 
 @dataclass
@@ -76,7 +119,8 @@ class Cluster:
 
     @property
     def first(self) -> CaseResult:
-        return min(self.cases, key=_rung_index)
+        """The case to look at: of the lowest rung, and there the one that showed sites itself, if one did."""
+        return min(self.cases, key=lambda case: (_rung_index(case), "taps" not in case.observable.split("+")))
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -102,14 +146,26 @@ def rung_of(suite: str, marked: str | None) -> str:
     return marked if marked is not None else SUITE_RUNGS.get(suite, "")
 
 
-def climb(cases: Iterable[CaseResult]) -> Ladder:
-    """The ladder of a run. A rung on which nothing was judged ends the climb, as a red one does."""
+def climb(cases: Iterable[CaseResult], profile: str = "full", absent: Collection[str] = ()) -> Ladder:
+    """The ladder of a run. A rung on which nothing was judged ends the climb, as a red one does; one that has no test
+    in this profile is passed over, and so is one of ``absent`` (those that this target has no test of)."""
     by_rung: dict[str, list[CaseResult]] = {name: [] for name in RUNGS}
     for case in cases:
         if case.rung in by_rung:
             by_rung[case.rung].append(case)
-    rungs = tuple(Rung(name, _state(members), _counts(members)) for name, members in by_rung.items())
-    trusted = next((index for index, rung in enumerate(rungs) if rung.state != "green"), len(rungs))
+
+    def state(name: str, members: Sequence[CaseResult]) -> str:
+        least = SMALLEST_PROFILES.get(name)
+        asked = least is not None and _PROFILES.index(least) <= _PROFILES.index(profile) and name not in absent
+        return _state(members) if members or asked else "absent"
+
+    rungs = tuple(Rung(name, state(name, members), _counts(members)) for name, members in by_rung.items())
+    trusted = 0
+    for number, rung in enumerate(rungs, start=1):
+        if rung.state == "green":
+            trusted = number
+        elif rung.state != "absent":
+            break
     return Ladder(rungs, trusted)
 
 

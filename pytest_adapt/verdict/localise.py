@@ -189,8 +189,13 @@ def with_ranks(divergence: Divergence | None, response: Response) -> Divergence 
     """The divergence with the ranks on which it came about, where the target has several and can tell."""
     if divergence is None or response.origin is None:
         return divergence
-    ranks = response.origin(divergence.site, divergence.position, tuple(divergence.element), divergence.expert)
-    return replace(divergence, ranks=tuple(ranks))
+    try:
+        ranks = tuple(
+            response.origin(divergence.site, divergence.position, tuple(divergence.element), divergence.expert)
+        )
+    except Exception as error:  # the target's code; the divergence must not be lost with it
+        ranks = (f"unknown ranks ({type(error).__name__}: {error})",)
+    return replace(divergence, ranks=tuple(map(str, ranks)))
 
 
 def error_scale(own: np.ndarray, terms: np.ndarray | None) -> np.ndarray:

@@ -21,3 +21,4 @@ def test_greedy_output_follows_the_reference(target, model, precision, reference
         response = target.generate(tokens, 24)
         judge.prompt_tokens(name, response, tokens)
         judge.generated(name, response, reference.record(name, tokens + response.tokens[:-1]), tokens)
+        judge.told(name, response, model.readings(response.tokens))

@@ -41,8 +41,8 @@ ABNORMAL: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": None}, "top_p"),
     ({"max_new_tokens": "many"}, "max_new_tokens"),
-    ({"prompt": None}, "empty"),
-    ({"prompt": "text"}, "token 0 is 't'"),
+    ({"prompt": None}, "tuple or list of token ids"),
+    ({"prompt": "text"}, "tuple or list of token ids"),
     ({"first_row": -1}, "first_row"),
 ]
 

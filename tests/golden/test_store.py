@@ -20,6 +20,7 @@ from pytest_adapt.golden.record import Record, RecordError
 from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, OracleReference, carriers
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
+from pytest_adapt.models import catalogue
 
 WHY = {"reason": "test", "dirty": False, "witness": {"name": "somebody"}}
 
@@ -376,6 +377,15 @@ def test_the_shipped_records_are_whole_and_witnessed() -> None:
         assert entry["provenance"]["witness"]["use_of_budget"] <= 1.0
         assert entry["provenance"]["environment"]["numpy"]
     assert sum(path.stat().st_size for path in store.files().values()) < 15e6
+
+
+@pytest.mark.parametrize("name", sorted({key.split(".")[0] for key in shipped_store().entries}))
+def test_of_every_model_some_short_prompt_ends_with_certain_routing(name: str) -> None:
+    """Else what it generates could not be judged at all, and a healthy target would be `unknown`."""
+    store = shipped_store()
+    records = [Record.load(store.path(key)) for key in store.entries if key.startswith(f"{name}.")]
+    for precision in catalogue()[name].precisions:
+        assert any(record.certified(precision)[min(len(record.tokens), 64) - 1] for record in records), precision
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(live: OracleReference, tokens: Any, tmp_path: Path) -> None:

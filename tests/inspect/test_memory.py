@@ -90,6 +90,12 @@ def test_advice_is_true() -> None:
     assert any(advice.startswith("batch ") for advice in shorter.advice), shorter.advice
 
 
+@pytest.mark.requirement(22)
+def test_copies_of_the_model_are_counted_in_cards() -> None:
+    structure = analyse("qwen3-30b-a3b")
+    assert plan(structure, 2, 80 * GIB, Load(4096)).advice == ("2 copies of the model side by side (1 card each)",)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("16x64GiB", (16, 64 * GIB)), ("80GB", (1, 80 * 10**9)), ("2x1.5TiB", (2, 3 << 39)), ("8x24g", (8, 24 * GIB))],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pytest_adapt.models import ModelError, catalogue, materialise, prompts
+from pytest_adapt.models.cli import main
 from pytest_adapt.models.smollm2 import installed_gguf, unpermute
 
 try:
@@ -44,10 +45,22 @@ def test_an_absent_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 
 def test_ten_text_prompts_ship_with_it() -> None:
     for name in ("smollm2", "smollm2-moe-equal", "smollm2-moe-topk"):
-        found = prompts(catalogue()[name], Path("unused"))
+        shipped = prompts(catalogue()[name], Path("unused"))
+        found = {key: tokens for key, tokens in shipped.items() if key.startswith("text-")}
         assert len(found) == 10
         assert all(48 <= len(tokens) <= 108 for tokens in found.values())
         assert max(max(tokens) for tokens in found.values()) < 49152
+
+
+@needs_weights
+def test_prompts_of_a_real_model_are_searched_by_its_own_vocabulary(tmp_path: Path) -> None:
+    """The catalogue's entry names only what its checkpoint changes: the vocabulary stands in the checkpoint."""
+    out = tmp_path / "found.json"
+    options = ["--length", "2", "--candidates", "2", "--seeds", "0", "--root", str(tmp_path), "--out", str(out)]
+    assert main(["search", "smollm2-moe-topk", *options]) == 0
+    (tokens,) = json.loads(out.read_text())["prompts"].values()
+    assert len(tokens) == 2
+    assert all(17 <= token < 49152 for token in tokens)
 
 
 @needs_weights

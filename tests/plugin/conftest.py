@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,7 @@ class Oracle(Echo):
                 if len(new) < request.max_new_tokens:
                     logits = self.logits(fed)
             fed = fed[: len(request.prompt) + max(0, len(new) - 1)]
-            logits, text = self.logits(fed), "text" if new else None
-            yield Response(request.id, len(request.prompt), tuple(new), logits=logits, text=text)
+            yield Response(request.id, len(request.prompt), tuple(new), logits=self.logits(fed))
 
     def logits(self, tokens):
         return np.asarray(self.oracle.run(tuple(tokens)).logits, np.float32)
@@ -149,6 +149,7 @@ class Folder:
         pytester.makepyfile(targets=TARGETS)
         for name in [name for name in os.environ if name.startswith("ADAPT_") or name in ("CI", "PYTEST_ADDOPTS")]:
             monkeypatch.delenv(name)
+        monkeypatch.setattr(sys, "argv", ["pytest"])  # what commands to repeat a case begin with
         monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "engine")]))
@@ -160,8 +161,9 @@ class Folder:
 
     def run(self, target: str, *args: str, profile: str = "smoke") -> pytest.RunResult:
         """Run pytest in this process against ``py:targets:TARGET``."""
-        given = (f"--adapt-target=py:targets:{target}", f"--adapt-profile={profile}", *args)
-        return self.run_bare(*given)
+        own = any(word.startswith("--adapt-profile") for word in args)
+        taken = () if own else (f"--adapt-profile={profile}",)
+        return self.run_bare(f"--adapt-target=py:targets:{target}", *taken, *args)
 
     def run_bare(self, *args: str) -> pytest.RunResult:
         """Run pytest in this process with nothing but ``args``."""

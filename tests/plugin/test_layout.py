@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
+
 import pytest
 
 from pytest_adapt.layout import AXES, SINGLE, Layout, LayoutError, check, legal_layouts, parse
@@ -42,11 +46,16 @@ def test_parse(text: str, canonical: str | None, world: int, dp: int, edp: int) 
         ("tp-2", "cannot read 'tp-2'"),
         ("tp2.tp4", "axis tp appears twice"),
         ("ep4.dp2", "nearest legal: ep2, ep4"),
-        ("tp99999999", "cannot read"),
+        (
+            "tp10000",
+            "cannot read 'tp10000': a layout is 'single' or axes in the order .*, each with a size of 1 to 9999",
+        ),
+        ("ep999999", "cannot read"),
+        ("tp9999.pp9", "89991 ranks are more than 65536"),
     ],
 )
 def test_refused(text: str, message: str) -> None:
-    with pytest.raises(LayoutError, match="^layout .*" + message.replace(".", r"\.")) as caught:
+    with pytest.raises(LayoutError, match="^layout .*" + re.sub(r"\.(?!\*)", r"\.", message)) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 
@@ -109,3 +118,26 @@ def test_layouts_are_values() -> None:
     assert parse("single") is SINGLE
     assert hash(parse("tp2")) == hash(Layout(tp=2))
     assert [getattr(SINGLE, axis) for axis in AXES] == [1] * 6
+
+
+@pytest.mark.parametrize("text", ["ep9999", "tp9999", "pp9999", "ep7.etp9999", "tp8.ep9999"])
+def test_a_huge_layout_is_refused_at_once(text: str) -> None:
+    started = time.process_time()
+    with pytest.raises(LayoutError):
+        check(parse(text), heads=16, kv_heads=4, experts=64, layers=4)
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("text", ["tp9999", "tp10000", "pp9999.dp7", "tp0", "ep9999.etp9999", "tp2.ep4", "tp256.pp256"])
+def test_judge_and_engine_read_the_same_layouts(text: str) -> None:
+    engine = pytest.importorskip("adapt_engine")
+    layouts = pytest.importorskip("adapt_engine.layout")
+
+    def reads(parser: Callable[[str], object], error: type[Exception]) -> bool:
+        try:
+            parser(text)
+        except error:
+            return False
+        return True
+
+    assert reads(parse, LayoutError) == reads(layouts.Layout.parse, engine.LayoutError)

@@ -276,7 +276,7 @@ def test_needle_models_are_left_to_the_tests_that_name_them(folder: Folder, writ
         """
     )
     models = "--adapt-models=needle-llama,qwen3-moe-odd"
-    folder.run("Echo", models, "--adapt-profile=day0", "--adapt-precisions=fp32", "test_mine.py")
+    folder.run("Echo", models, "--adapt-precisions=fp32", "test_mine.py", profile="day0")
     assert set(folder.statuses()) == {
         "test_mine.py::test_usual[qwen3-moe-odd]",
         "test_mine.py::test_apart[needle-llama-1024]",
@@ -295,7 +295,46 @@ def test_the_plan_counts_recall_prompts(folder: Folder, write: Write) -> None:
         def test_apart(target, model, context_length): pass
         """
     )
-    arguments = ("--adapt-plan", "--adapt-models=needle-llama", "--adapt-precisions=fp32", "--adapt-profile=day0")
-    result = folder.run("Echo", *arguments, "test_mine.py")
+    arguments = ("--adapt-plan", "--adapt-models=needle-llama", "--adapt-precisions=fp32")
+    result = folder.run("Echo", *arguments, "test_mine.py", profile="day0")
     # 1024 + 2 tokens, 32 questions with their answers and 4 rulers; and 1024 + 2 with the questions inside.
     assert f"1 cases, 1 deployments, about 2 requests, {1094 + 1026} tokens" in result.stdout.str()
+
+
+def test_a_named_model_of_an_undeclared_class_is_unsupported_and_not_planned(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="def test_it(target): pass",
+        picky="""
+        from targets import Echo
+        class Picky(Echo):
+            defaults = {"shape_classes": ("aligned",), "observables": ("logits", "text")}
+        """,
+    )
+    folder.pytester.syspathinsert()
+    given = ("--adapt-target=py:picky:Picky", "--adapt-models=qwen3-moe-odd,qwen3-moe-aligned", "test_mine.py")
+    only = ("--adapt-precisions=fp32", "--adapt-profile=smoke")
+    why = "model qwen3-moe-odd: shape class odd is not declared by the target (aligned); nearest: qwen3-moe-aligned"
+    result = folder.run_bare(*given, *only)
+    assert result.parseoutcomes() == {"passed": 1, "skipped": 1}
+    assert folder.statuses() == {
+        "test_mine.py::test_it[qwen3-moe-odd-single-fp32]": "unsupported",
+        "test_mine.py::test_it[qwen3-moe-aligned-single-fp32]": "pass",
+    }
+    assert why in result.stdout.str()
+    assert not any("qwen3-moe-odd" in line for line in folder.opened())
+    plan = folder.run_bare(*given, *only, "--adapt-plan")
+    assert f"unsupported: 1 cases: {why}" in plan.outlines
+    assert any(line.startswith("total: 1 cases, 1 deployments, about ") for line in plan.outlines)
+
+
+def test_a_plan_leaves_out_layouts_that_the_target_or_the_model_cannot_take(folder: Folder, write: Write) -> None:
+    write(test_mine="def test_it(target): pass")
+    line = "--adapt-target=cmd:serve {model} --port {port} -tp {tp} --dtype {dtype}"
+    options = ("--adapt-models=qwen3-moe-aligned", "--adapt-precisions=fp32", "--adapt-layouts=tp2,pp2,tp2.ep2,tp3")
+    result = folder.run_bare(line, *options, "--adapt-plan", "test_mine.py")
+    assert result.ret == 0
+    said = [line for line in result.outlines if line.startswith("unsupported: 1 cases: layout ")]
+    assert [one.split()[4].rstrip(":") for one in said] == ["pp2", "tp2.ep2", "tp3"]
+    assert "the command has no {pp} (axes that it has: {tp})" in said[0]
+    assert "2 KV heads neither split evenly over 3 ranks" in said[2]
+    assert any(line.startswith("total: 1 cases, 1 deployments, about ") for line in result.outlines)

@@ -71,6 +71,15 @@ def test_command_line_then_environment_then_ini_then_default(
         (["--adapt-inject=RT01"], "--adapt-inject=RT01 needs --adapt-target=builtin"),
         (["--adapt-reference=nope:"], "unknown target 'nope:'"),
         (["--adapt-matrix=gitlab"], "allowed: github"),
+        (["--adapt-layouts="], "--adapt-layouts is empty; give it a value (LAYOUT[,..]), or leave it out"),
+        (["--adapt-models", " "], "--adapt-models is empty"),
+        (["--adapt-timeout="], "--adapt-timeout is empty"),
+        (["--adapt-matrix="], "--adapt-matrix is empty"),
+        (["--adapt-matrix=github", "--adapt-plan"], "--adapt-matrix and --adapt-plan each print something and stop"),
+        (
+            ["--adapt-precisions=fp32", "--adapt-precisions", "bf16"],
+            "--adapt-precisions is given twice, as 'fp32' and as 'bf16'; give it once",
+        ),
         (["--adapt-contexts=8192", "--adapt-models=qwen3-moe-odd"], "has 4352 positions"),
     ],
 )
@@ -117,6 +126,31 @@ def test_recording_is_refused_in_ci(folder: Folder, monkeypatch: pytest.MonkeyPa
     result = folder.run("Echo", "--adapt-goldens=new")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "is refused in CI" in "\n".join(result.errlines)
+
+
+@pytest.mark.parametrize("variable", ["ADAPT_LAYOUTS", "ADAPT_PLAN", "ADAPT_START_TIMEOUT"])
+def test_an_empty_variable_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "")
+    result = folder.run("Echo", "--co")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"{variable} is empty" in "\n".join(result.errlines)
+
+
+def test_an_empty_target_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = folder.run_bare("--adapt-target=")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--adapt-target is empty; give it a value (SPEC), or leave it out" in "\n".join(result.errlines)
+    monkeypatch.setenv("ADAPT_TARGET", "")
+    assert folder.run_bare().ret == pytest.ExitCode.USAGE_ERROR
+    monkeypatch.setenv("ADAPT_LAYOUTS", "")
+    monkeypatch.delenv("ADAPT_TARGET")
+    assert folder.run_bare().ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_the_same_value_twice_and_an_overridden_ini_line_are_no_contradiction(folder: Folder) -> None:
+    folder.pytester.makeini("[pytest]\naddopts = --adapt-precisions=bf16\n")
+    twice = ("--adapt-precisions=fp32", "--adapt-precisions=fp32")
+    assert folder.run("Echo", *twice, "--co", "-q").ret == 0
 
 
 def test_an_option_without_a_target_is_refused(folder: Folder) -> None:

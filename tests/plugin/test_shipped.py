@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_adapt.shipped import case_id, suite_of, suites_dir, with_suites
+from pytest_adapt.items import FIXTURES
+from pytest_adapt.shipped import case_id, program, suite_of, suites_dir, with_suites
 
 if TYPE_CHECKING:
     from conftest import Folder
@@ -117,3 +118,90 @@ def test_suites_hold_no_helpers(path: Path) -> None:
     text = path.read_text()
     assert "adapt_engine" not in text
     assert "conftest" not in text
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_users_fixture_never_replaces_one_of_ours_in_them(folder: Folder, name: str) -> None:
+    folder.pytester.makeconftest(f"""
+import pytest
+@pytest.fixture
+def {name}():
+    class Anything:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+    return Anything()
+""")
+    case = "benchmark" if name == "stopwatch" else "loading"
+    profile = "--adapt-profile=full" if name in ("stopwatch", "context_length") else "--adapt-profile=smoke"
+    case = "correctness" if name in ("context_length", "reference") else case
+    result = folder.run_bare(*TARGET[:1], profile, case)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"conftest.py:2 redefines fixture '{name}', which the shipped suites use; rename it" in result.stderr.str()
+
+
+def test_a_value_given_by_a_hook_is_no_judge_either(folder: Folder, write: Write) -> None:
+    write(
+        hooks_of_mine="""
+def pytest_generate_tests(metafunc):
+    if "judge" in metafunc.fixturenames:
+        metafunc.parametrize("judge", [object()])
+"""
+    )
+    folder.pytester.syspathinsert()
+    result = folder.run_bare("-p", "hooks_of_mine", *TARGET, "loading")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "a pytest_generate_tests hook redefines fixture 'judge'" in result.stderr.str()
+
+
+def test_a_users_own_tests_may_have_such_a_fixture(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+import pytest
+@pytest.fixture
+def model():
+    return 3
+def test_it(model):
+    assert model == 3
+"""
+    )
+    assert folder.run_bare(*TARGET, "test_mine.py").parseoutcomes() == {"passed": 1}
+
+
+def test_a_shipped_test_without_a_judge_compared_nothing(folder: Folder, write: Write) -> None:
+    write(
+        calls_of_mine="""
+import pytest
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    from pytest_adapt.stash import STATE
+    item.stash[STATE].judge = None
+"""
+    )
+    only = ("loading", "-k", "loads_and_answers")
+    folder.pytester.syspathinsert()
+    result = folder.run_bare("-p", "calls_of_mine", *TARGET, "--adapt-precisions=fp32", *only)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "the test compared nothing: it has no judge" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("started", "python", "words"),
+    [
+        ("/opt/lib/pytest/__main__.py", "/opt/x/python3", ("/opt/x/python3", "-m", "pytest")),
+        ("/opt/lib/pytest/__main__.py", "{here}/.venv/bin/python", (".venv/bin/python", "-m", "pytest")),
+        ("{here}/.venv/bin/pytest", "/usr/bin/python", (".venv/bin/pytest",)),
+        ("{path}/pytest", "/usr/bin/python", ("pytest",)),
+        ("pytest", "/usr/bin/python", ("pytest",)),
+        ("/opt/editor/runner.py", "/usr/bin/python", ("pytest",)),
+    ],
+)
+def test_commands_begin_as_this_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, python: str, words: tuple[str, ...]
+) -> None:
+    place = tmp_path / "bin"
+    place.mkdir()
+    (place / "pytest").write_text("#!/bin/sh")
+    (place / "pytest").chmod(0o755)
+    monkeypatch.setenv("PATH", str(place))
+    given = [text.format(here=tmp_path, path=place) for text in (started, python)]
+    assert program(*given, tmp_path) == words

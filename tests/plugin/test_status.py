@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from pytest_adapt.verdict.ladder import SUITE_RUNGS, climb, clusters, is_red, rung_of
+from pytest_adapt.shipped import suites_dir
+from pytest_adapt.strategies import planned
+from pytest_adapt.verdict.ladder import SMALLEST_PROFILES, SUITE_RUNGS, climb, clusters, is_red, rung_of
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Divergence, Measurement, Status
 from pytest_adapt.verdict.status import GREEN, OUTCOMES, REQUIREMENTS, Verdict, outcome, required, verdict_of
 
@@ -88,8 +92,82 @@ def test_ladder(cases: list[CaseResult], trusted: int, state: str | None) -> Non
     assert (f"rung {trusted} of 8" in str(ladder)) == bool(trusted)
 
 
-def test_a_run_that_left_the_lowest_rung_out_does_not_say_distrust() -> None:
-    assert str(climb([case("correct", "pass")])) == "trust begins with rung 1 (loads), where nothing was judged"
+@pytest.mark.parametrize(
+    ("rungs", "profile", "absent", "said"),
+    [
+        (
+            ["loads", "correct", "consistent"],
+            "smoke",
+            (),
+            "trusted up to rung 3 of 8: consistent; this profile asks no more",
+        ),
+        (RUNGS[:4], "day0", (), "trusted up to rung 4 of 8: layouts; rung 6 (long_context) was not judged"),
+        (
+            [name for name in RUNGS if name not in ("precision", "layouts")],
+            "day0",
+            ("layouts",),
+            "trusted up to rung 8 of 8: performance (no test: layouts, precision)",
+        ),
+        (
+            [name for name in RUNGS if name not in ("precision", "layouts")],
+            "day0",
+            (),
+            "trusted up to rung 3 of 8: consistent; rung 4 (layouts) was not judged",
+        ),
+        (RUNGS, "day0", (), "trusted up to rung 8 of 8: performance"),
+    ],
+)
+def test_a_rung_without_a_test_in_the_profile_is_passed_over(
+    rungs: list[str], profile: str, absent: tuple[str, ...], said: str
+) -> None:
+    assert str(climb([case(name, "pass") for name in rungs], profile, absent)) == said
+
+
+def test_a_deferred_rung_is_said_to_be() -> None:
+    green = [case(name, "pass") for name in RUNGS if name not in ("precision", "performance")]
+    ladder = climb([*green, case("performance", "deferred", required=False)], "day0")
+    assert str(ladder) == "trusted up to rung 7 of 8: stress (no test: precision); rung 8 (performance) is deferred"
+
+
+def test_every_rung_of_the_shipped_suites_has_its_smallest_profile() -> None:
+    """What the table says is what the marks of the suites say (layouts: and what the profiles plan)."""
+    sizes = ("smoke", "day0", "full")
+    found: dict[str, int] = {}
+    for file in sorted(suites_dir().rglob("test_*.py")):
+        marks = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        for mark in marks:
+            if ast.unparse(mark.func) != "pytest.mark.adapt":
+                continue
+            given = {
+                word.arg: ast.literal_eval(word.value) for word in mark.keywords if word.arg in ("rung", "profile")
+            }
+            size = sizes.index(given.get("profile", "smoke"))
+            if given["rung"] == "layouts":
+                size = max(size, min(number for number, name in enumerate(sizes) if planned(name)))
+            found[given["rung"]] = min(size, found.get(given["rung"], size))
+    assert {rung: sizes[size] for rung, size in found.items()} == SMALLEST_PROFILES
+
+
+def test_the_case_to_look_at_is_the_one_that_shows_sites() -> None:
+    where = Divergence("layer.0.attn.k", 1, "1", "2", 1.0, 0.1, layer=0)
+    one = case("correct", "fail", "predictions", observable="logits", divergence=where)
+    two = case("correct", "fail", "sites", observable="taps+logits", divergence=where)
+    (cluster,) = clusters([one, two])
+    assert cluster.first is two
+    (cluster,) = clusters([case("layouts", "fail", "a", observable="taps", divergence=where), one])
+    assert cluster.first is one
+
+
+def test_a_run_that_left_the_lowest_rung_out_says_nothing_about_trust() -> None:
+    said = "narrowed run: rung 2 (correct) green; says nothing about trust"
+    assert str(climb([case("correct", "pass")])) == said
+    assert str(climb([case("correct", "fail"), case("layouts", "pass")])) == (
+        "narrowed run: rung 2 (correct) is red, rung 4 (layouts) green; says nothing about trust"
+    )
+    assert str(climb([case("correct", "unknown", required=False)])) == (
+        "narrowed run: no rung was judged; says nothing about trust"
+    )
+    assert str(climb([case("loads", "waived")])) == "trust begins with rung 1 (loads), where nothing passed"
     assert str(climb([case("loads", "fail")])) == "not trusted on any rung; rung 1 (loads) is red"
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+
+from pytest_adapt.matrix import Mark
+from pytest_adapt.session import OpenTarget
+from pytest_adapt.target.protocol import Deployment, Info
 
 if TYPE_CHECKING:
     from conftest import Folder
@@ -231,3 +237,22 @@ def test_targets_of_other_plugins(folder: Folder, write: Write) -> None:
     result = folder.run_subprocess("--adapt-target=acme:x", "--adapt-profile=smoke", FP32, "test_mine.py")
     assert result.ret == 0, result.stdout.str()
     assert folder.report()["metadata"] == {"board": "A7"}
+
+
+@pytest.mark.parametrize(
+    ("config", "claimed", "limit"),
+    [
+        ('{"max_position_embeddings": 4096}', 2048, 2048),
+        ('{"max_position_embeddings": 4096}', 10**12, 4096),
+        ('{"max_position_embeddings": 4096}', 0, 512),
+        ("{}", 10**12, 512),
+        ("[", 10**12, 512),
+    ],
+)
+def test_a_claimed_context_is_held_to_the_positions_of_the_model(
+    tmp_path: Path, config: str, claimed: int, limit: int
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    target = OpenTarget(cast(Any, None), Deployment(str(tmp_path), max_context=512), Mark())
+    target._last = cast(Any, SimpleNamespace(info=Info("mine", "1", max_context=claimed)))
+    assert target.limit == limit

@@ -71,7 +71,10 @@ def test_timing_items_are_deferred(folder: Folder, write: Write) -> None:
     result = folder.run_subprocess(*args, "--adapt-profile=day0", *XDIST)
     assert (result.ret, result.parseoutcomes()) == (0, {"passed": 1, "skipped": 1})
     assert sorted(folder.statuses().values()) == ["deferred", "pass"]
-    assert "measures time; run it without xdist: pytest --adapt-target" in result.stdout.str()
+    line = next(line for line in result.outlines if line.startswith("not judged: 1 x deferred: "))
+    assert "measures time; run it without xdist: " in line
+    assert "-m pytest --adapt-target=py:targets:Echo" in line
+    assert line.endswith(" -m adapt_serial")
     result = folder.run_subprocess(*args, "--adapt-profile=full", *XDIST)
     assert (result.ret, result.parseoutcomes()) == (1, {"passed": 1, "failed": 1})
 
@@ -125,3 +128,12 @@ def test_an_item_that_kills_its_worker_is_an_error_and_is_not_run_again(folder: 
     assert {name: one["status"] for name, one in found.items()} == {"test_kills": "error", "test_other": "pass"}
     assert found["test_kills"]["reason"].startswith("the process that ran it died: worker 'gw")
     assert (found["test_kills"]["model"], found["test_kills"]["precision"]) == ("qwen3-moe-odd", "fp32")
+
+
+def test_a_users_fixture_in_place_of_ours_is_named_by_the_workers_too(folder: Folder) -> None:
+    folder.pytester.makeconftest("import pytest\n@pytest.fixture\ndef judge(): return 1")
+    args = ("--adapt-target=py:targets:Echo", "--adapt-profile=smoke", "loading")
+    result = folder.run_subprocess(*args, "-p", "xdist.plugin", "-n", "1")
+    assert result.ret == 1
+    assert "conftest.py:2 redefines fixture 'judge', which the shipped suites use; rename it" in result.outlines
+    assert "passed" not in result.parseoutcomes()

@@ -64,6 +64,16 @@ SPOILED = [
         "info: vocab_size is 'many', expected an integer",
     ),
     (
+        "boasts",
+        "def open(self, deployment): return Info('mine', '1', max_context=10**12)",
+        "info: max_context is 1000000000000, expected 1 to 16777216 tokens",
+    ),
+    (
+        "owes_a_context",
+        "def open(self, deployment): return Info('mine', '1', max_context=-1)",
+        "info: max_context is -1, expected 1 to 16777216 tokens",
+    ),
+    (
         "shows_one_word",
         "def open(self, deployment): return Info('mine', '1', observables='text')",
         "info: observables is 'text', expected some of taps, logits",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_adapt.target.owed import shortfall
 from pytest_adapt.target.probe import probe
 from pytest_adapt.target.protocol import Deployment, Request, Target, TargetError, UnsupportedDeployment
 from pytest_adapt.target.registry import resolve
@@ -89,6 +90,25 @@ def test_echo_is_read_in_every_convention(
     assert response.first_row == int(shifted), "a shifted echo lacks row 0"
     check_rows(server, response, request)
     assert response.text == "".join(chr(0x4E00 + token) for token in response.tokens)
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("kind", ["token_ids", "echo", "shifted echo", "no log-probabilities"])
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_an_honest_server_owes_nothing(kind: str, length: int, new: int, server: Any, checkpoint: Path) -> None:
+    """Whatever is asked for, the adapter brings it, or has said before that the server cannot show it."""
+    if "echo" in kind:
+        server.complete = lambda body: server.text_only(body, shifted=kind == "shifted echo", drops=False)
+    if kind == "no log-probabilities":
+        server.complete = lambda body: server.good({**body, "logprobs": 0, "prompt_logprobs": 0})
+    target = target_of(server)
+    info = target.open(Deployment(str(checkpoint), precision="bf16"))
+    for first in {0, length - 1}:
+        want = info.observables if new else info.observables - {"text"} or info.observables
+        request = Request("a", REQUEST.prompt[:length] + (8,) * (length - 4), new, want, topk=4, first_row=first)
+        (response,) = target.run([request])
+        assert shortfall(request, response, info, 128) == ""
 
 
 def test_a_server_that_cannot_ignore_its_end_token_is_led_past_it(server: Any, checkpoint: Path) -> None:

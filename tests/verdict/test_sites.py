@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pytest_adapt.oracle import Oracle
+from pytest_adapt.oracle.numerics import partial_sums
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
@@ -397,24 +398,26 @@ def in_lanes(x: np.ndarray, matrix: np.ndarray, lanes: int) -> np.ndarray:
 
 
 @pytest.mark.requirement(114)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(24))
 def test_huge_inputs_that_cancel_may_meet_late_in_an_engines_sums(seed: int) -> None:
-    """Real models have such inputs at their first position. One after the other they cancel at once; in the lanes of a
-    vector register every addition until the lanes meet rounds at their scale."""
+    """Real models have such inputs at their first position. Added one after the other they cancel soon, if they stand
+    near each other; in the lanes of a vector register every addition until the lanes meet rounds at their scale."""
     random = np.random.default_rng(seed)
     x = random.standard_normal((40, 96)).astype(np.float32)
     matrix = (random.standard_normal((96, 20)) / 10).astype(np.float32)
-    x[0, [7, 8]] = 3000.0, -3000.0
-    matrix[8] = matrix[7]
+    near = seed < 8
+    first, second = (7, 8) if near else random.choice(96, 2, replace=False)
+    x[0, [first, second]] = 3000.0, -3000.0
+    matrix[second] = matrix[first]
     own = x.astype(np.float64) @ matrix.astype(np.float64)
-    terms = np.abs(x).astype(np.float64) @ np.abs(matrix).astype(np.float64)
+    terms = partial_sums(x.astype(np.float64), matrix.astype(np.float64))
     emulated, engine = in_lanes(x, matrix, 1), in_lanes(x, matrix, 16)
 
     def failures(value: np.ndarray, sums: np.ndarray | None) -> list[Any]:
         judged = _SiteView("p", "layer.0.attn.q", value, own, emulated, "fp32", None, 40, sums).judge(1.0)
         return [found for _, found in judged if found is not None]
 
-    assert failures(engine, None), "the order would not matter"
+    assert failures(engine, None) or not near, "the order would not matter"
     assert not failures(engine, terms)
     wrong = engine.copy()
     wrong[0] *= 1.001

@@ -28,9 +28,9 @@ from .executor import Executor, LocalExecutor
 from .locate import locate
 from .memory import RankMemory, check_memory
 from .nursery import Nursery
-from .plan import RankAnswer, SequencePlan, StepPlan
+from .plan import SequencePlan, StepPlan
 from .processes import ProcessExecutor
-from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate
+from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate, problem_of
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
 
@@ -183,19 +183,19 @@ class Engine:
         if not self.busy:
             self._seen = len(self.drifts)
         self._counts["requests"] += 1
-        problem = request.problem(self.spec.vocab, self.options)
+        problem = problem_of(request, self.spec.vocab, self.options)
         if problem is None and any(request.id in replica.scheduler for replica in self.replicas):
             problem = f"id {request.id!r} is in flight already; wait for its result or use another id"
         if problem is None:
             try:
                 replica = self._assign()
-                replica.scheduler.submit(request)
+                replica.scheduler.submit(request.settled())
                 self._served[request.id] = self.replicas.index(replica)
                 return None
             except EngineError as refusal:
                 problem = str(refusal)
         self._counts["errors"] += 1
-        return SequenceResult(request.id, finish="error", error=problem)
+        return SequenceResult(getattr(request, "id", ""), finish="error", error=problem)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False where none of that id is in flight (it may just have ended).
@@ -233,8 +233,10 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """One forward pass over the next tokens of what is in flight; what it drew and what came to an end.
 
-        Nothing happens while idle. Raises EngineError where the engine is closed, a rank failed, or the accounts do
-        not add up (checked whenever nothing is left in flight).
+        Nothing happens while idle. An op that raises ends those requests only that it cannot compute, each with its
+        ``error``. Raises EngineError where the engine is closed, one of several ranks failed (what was in flight still
+        is, as it was before the step: `drop_all` it, or try again), or the accounts do not add up (checked whenever
+        nothing is left in flight).
         """
         self._check_open()
         updates = [SequenceUpdate(result.id, result=result) for result in self._ended]
@@ -257,21 +259,55 @@ class Engine:
         return plan
 
     def _compute(self, scheduled: list[list[tuple[Sequence, int]]]) -> Iterator[SequenceUpdate]:
+        wanted = (self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1
         step = StepPlan(
             number=self._counts["steps"],
             replicas=tuple(tuple(self._plan(*item) for item in items) for items in scheduled),
-            micro_batches=(self.options.micro_batches or self.layout.pp) if self.layout.pp > 1 else 1,
+            # A part without sequences would cost a pass through all stages and give nothing.
+            micro_batches=min(wanted, max(map(len, scheduled))),
         )
-        answers = self.executor.step(step)
+        try:
+            answers = self.executor.step(step)
+            rows = {dp: self._assembler.replica(step, answers, dp) for dp, items in enumerate(scheduled) if items}
+        except EngineError:
+            raise
+        except Exception as problem:
+            yield from self._apart(scheduled, problem)
+            return
         self._counts["steps"] += 1
-        for dp, items in enumerate(scheduled):
-            if items:
-                yield from self._advance_replica(step, answers, dp, items)
+        for dp, (logits, taps) in rows.items():
+            yield from self._advance_replica(step, logits, taps, dp, scheduled[dp])
+
+    def _apart(self, scheduled: list[list[tuple[Sequence, int]]], problem: Exception) -> Iterator[SequenceUpdate]:
+        """What an op broke, sequence by sequence: only those that it breaks alone fail.
+
+        Nothing was advanced by then, and computing a token again writes the same slots.
+        """
+        items = [(dp, item) for dp, those in enumerate(scheduled) for item in those]
+        if len(items) == 1:
+            ((dp, (sequence, _)),) = items
+            self._break(sequence, problem)
+            self.replicas[dp].scheduler.finish(sequence)
+            yield SequenceUpdate(sequence.request.id, result=self._result(sequence))
+            return
+        for dp, item in items:
+            yield from self._compute([[item] if place == dp else [] for place in range(len(scheduled))])
+
+    def _break(self, sequence: Sequence, problem: Exception) -> None:
+        """End a sequence that an op cannot compute."""
+        what = " ".join(f"{type(problem).__name__}: {problem}".split())
+        sequence.finish = "error"
+        sequence.error = f"step {self._counts['steps']}, after {sequence.computed} tokens: {what}"
+        self._counts["errors"] += 1
 
     def _advance_replica(
-        self, step: StepPlan, answers: list[RankAnswer], dp: int, items: list[tuple[Sequence, int]]
+        self,
+        step: StepPlan,
+        logits: torch.Tensor,
+        taps: dict[str, torch.Tensor],
+        dp: int,
+        items: list[tuple[Sequence, int]],
     ) -> Iterator[SequenceUpdate]:
-        logits, taps = self._assembler.replica(step, answers, dp)
         taps = {site: rows for site, rows in taps.items() if site in self._wanted}
         self._counts["rows"] += sum(count for _, count in items)
         self._counts["largest_batch"] = max(self._counts["largest_batch"], len(items))
@@ -281,7 +317,11 @@ class Engine:
             self._keep(sequence, own, taps, row, count)
             row, head = row + count, head + len(own)
             sequence.advance(count)
-            drawn = self._advance(sequence, own)
+            try:
+                drawn = self._advance(sequence, own)
+            except Exception as problem:
+                self._break(sequence, problem)
+                drawn = ()
             if sequence.finish:
                 self.replicas[dp].scheduler.finish(sequence)
                 yield SequenceUpdate(sequence.request.id, drawn, self._result(sequence))

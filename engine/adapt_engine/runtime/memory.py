@@ -62,10 +62,11 @@ def check_memory(plan: ShardPlan, options: EngineOptions) -> None:
     """Refuse what would not fit before anything is allocated.
 
     Raises EngineError where a rank needs more than ``memory_limit`` for weights and cache, or all ranks together more
-    for their caches than this machine has.
+    than this machine has: for their caches, and where there are several ranks for their weights too.
     """
-    ranks = [planned(plan, options, rank) for rank in range(plan.mesh.layout.world)]
-    for rank in ranks:
+    alike = plan.alike()
+    ranks = {rank: planned(plan, options, rank) for rank in alike}
+    for rank in ranks.values():
         if options.memory_limit and rank.weights + rank.kv > options.memory_limit:
             raise EngineError(
                 f"option memory_limit: {rank.name} needs {rank.weights} bytes for weights and {rank.kv} for "
@@ -73,9 +74,18 @@ def check_memory(plan: ShardPlan, options: EngineOptions) -> None:
             )
     if not hasattr(os, "sysconf"):
         return
-    needed = sum(rank.kv for rank in ranks)
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
+    layout, present = plan.mesh.layout, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(ranks[first].kv * count for first, count in alike.items())
+    if layout.world > 1:
+        needed += sum(ranks[first].weights * count for first, count in alike.items())
+        largest = max(ranks.values(), key=lambda rank: rank.weights + rank.kv)
+        if needed > present:
+            raise EngineError(
+                f"option layout: the {layout.world} ranks of {layout} need {needed} bytes, up to {largest.weights} for "
+                f"weights and {largest.kv} for {options.cache_tokens} KV slots on one, this machine has {present}; "
+                "take a layout of fewer ranks, or lower kv_tokens or max_context"
+            )
+    elif needed > present:
         raise EngineError(
             f"option kv_tokens: {options.cache_tokens} slots need {needed} bytes, this machine has {present}; "
             "lower kv_tokens or max_context"

@@ -66,6 +66,11 @@ class Nursery:
         """Of the nursery process."""
         return self._process.pid
 
+    @property
+    def ended(self) -> int | None:
+        """How the process ended, as `subprocess.Popen.returncode`; None while it runs."""
+        return self._process.poll()
+
     def fork(self, rank: int, world: int, connection: int, board: int) -> int:
         """A new process that runs `adapt_engine.runtime.rank.serve` on copies of these descriptors; its pid."""
         return int(self._ask({"fork": [rank, world]}, (connection, board)))

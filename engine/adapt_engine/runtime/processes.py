@@ -223,6 +223,7 @@ class ProcessExecutor(Executor):
         """A rank lost another: raise for that one, if it is dead indeed."""
         until = time.monotonic() + _GRACE
         while time.monotonic() < until:
+            self._look_at_nursery()
             for rank in range(len(self.pids)):
                 if self._status(rank) is not None:
                     raise self._dead(rank, unfinished)
@@ -232,6 +233,7 @@ class ProcessExecutor(Executor):
         others = [other for other in unfinished if other != rank]
         until = time.monotonic() + _GRACE
         while True:
+            self._look_at_nursery()
             code, sights = self._status(rank), self._sights()
             missed = sights[rank].pending or any(sights[other].awaited == rank for other in others) or not others
             if time.monotonic() > until or (code is not None and missed):
@@ -243,7 +245,18 @@ class ProcessExecutor(Executor):
         try:
             return self._nursery.status(self.pids[rank])
         except EngineError:  # the nursery died, and its ranks with it
+            self._look_at_nursery()
             return None
+
+    def _look_at_nursery(self) -> None:
+        """Raise where it ended: its ranks ended with it, and none of them is to blame."""
+        code = self._nursery.ended
+        if code is None:
+            return
+        what = f"the process that forks ranks (pid {self._nursery.pid}) {_ending(code)}, and every rank with it"
+        text = watch.report(self._mesh, self._sights(), None, what)
+        self._broken = text.splitlines()[0]
+        raise EngineError(text)
 
     def _fail(self, rank: int, what: str) -> EngineError:
         text = watch.report(self._mesh, self._sights(), rank, what)

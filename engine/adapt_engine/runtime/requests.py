@@ -2,33 +2,131 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sized
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ..errors import EngineError
+from ..kernels.registry import MODES
 
-__all__ = ["DTYPES", "EngineOptions", "SequenceRequest", "SequenceResult", "SequenceUpdate"]
+__all__ = [
+    "DTYPES",
+    "OPTION_RULES",
+    "REQUEST_RULES",
+    "EngineOptions",
+    "SequenceRequest",
+    "SequenceResult",
+    "SequenceUpdate",
+    "problem_of",
+    "shown",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+Rule = tuple[Callable[[Any], bool], str]
+"""What must hold of a value, and the same in words: ``must be ...``."""
+
+_LARGEST = 1 << 62
+"""Integers go up to it: what is counted with them fits into 64 bits, and they can be written out."""
+_MOST_THREADS = 4 * (os.cpu_count() or 1)
+_LONGEST_TIMEOUT = 1e6
+_SHOWN = 72
+"""Most characters of a value in a message."""
+_COLDEST = 1e-100
+"""Logits divided by less than this may be infinite, even in float64."""
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str)
+def _integer(low: int = 0, high: int = _LARGEST) -> Rule:
+    most = "2**62" if high == _LARGEST else str(high)
+    return (lambda value: type(value) is int and low <= value <= high), f"an integer in {low}..{most}"
 
 
-def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _one_of(*names: str) -> Rule:
+    return (lambda value: type(value) is str and value in names), f"one of {', '.join(names)}"
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _within(low: float, high: float, value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _all(kinds: tuple[type, ...], element: Callable[[Any], bool], value: object) -> bool:
+    return isinstance(value, kinds) and all(element(one) for one in value)  # type: ignore[attr-defined]
+
+
+_ANY_INTEGER: Rule = (lambda value: type(value) is int), "an integer"
+_FLAG: Rule = (lambda value: type(value) is bool), "True or False"
+
+OPTION_RULES: Mapping[str, Rule] = {
+    "precision": _one_of(*DTYPES),
+    "max_context": _integer(1),
+    "kv_tokens": _integer(),
+    "page_size": _integer(1),
+    "prefill_chunk": _integer(),
+    "step_tokens": _integer(),
+    "max_batch": _integer(1),
+    "max_waiting": _integer(),
+    "preemption": _FLAG,
+    "prefix_cache": _FLAG,
+    "mode": _one_of(*MODES),
+    "threads": (_integer(0, _MOST_THREADS)[0], f"{_integer(0, _MOST_THREADS)[1]} (4 for each processor)"),
+    "native": _FLAG,
+    "seed": _ANY_INTEGER,
+    "memory_limit": _integer(),
+    "measure_memory": _FLAG,
+    "taps": (
+        lambda value: _all((tuple, list), lambda one: type(one) is str, value),
+        "a tuple of patterns of site names, such as ('layer.*.attn.out',)",
+    ),
+    "layout": ((lambda value: type(value) is str), "text, such as 'single' or 'tp2.pp2'"),
+    "micro_batches": _integer(),
+    "placement": (
+        lambda value: _all((tuple, list), lambda one: type(one) is int and 0 <= one < _LARGEST, value),
+        "a tuple of integers, the ep rank of each expert, or ()",
+    ),
+    "communicator": _one_of("virtual", "gloo"),
+    "timeout": (
+        lambda value: _within(1, _LONGEST_TIMEOUT, value),
+        f"a number in 1..{_LONGEST_TIMEOUT:.0f} (seconds)",
+    ),
+}
+"""For every field of `EngineOptions`."""
+
+REQUEST_RULES: Mapping[str, Rule] = {
+    "id": ((lambda value: isinstance(value, str)), "text"),
+    "prompt": (
+        lambda value: isinstance(value, tuple | list | range),
+        "a tuple or list of token ids; an array gives one with tolist()",
+    ),
+    "max_new_tokens": _integer(),
+    "want_logits": _FLAG,
+    "temperature": (
+        lambda value: _within(_COLDEST, sys.float_info.max, value) or _within(0, 0, value),
+        f"0 or a finite number of at least {_COLDEST:g}",
+    ),
+    "top_k": _integer(),
+    "top_p": ((lambda value: _within(0, 1, value) and value > 0), "a number that lies in (0, 1]"),
+    "seed": _ANY_INTEGER,
+    "stop": (
+        lambda value: _all((tuple, list, set, frozenset), lambda one: type(one) is int, value),
+        "a tuple of token ids",
+    ),
+    "first_row": _integer(),
+}
+"""For every field of `SequenceRequest`; what a prompt holds is checked by `SequenceRequest.problem`."""
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: short and on one line, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an integer of 5000 digits cannot be written, a foreign __repr__ may do anything
+        text = f"some {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -59,7 +157,7 @@ class EngineOptions:
     mode: str = "fast"
     """fast, or strict (deterministic; needs kernels with the traits for it)."""
     threads: int = 0
-    """torch's intra-op threads; 0 leaves torch's setting."""
+    """torch's intra-op threads, at most 4 for each processor; 0 leaves torch's setting."""
     native: bool = True
     """Use the C++ kernels where they are built and the CPU can run them."""
     seed: int = 0
@@ -73,7 +171,8 @@ class EngineOptions:
     layout: str = "single"
     """Ranks and what they share, as `adapt_engine.layout` writes it (``tp2.pp2``)."""
     micro_batches: int = 0
-    """Parts into which pipeline stages cut the sequences of a step; 0: as many as there are stages."""
+    """Most parts into which pipeline stages cut the sequences of a step, never more than it has sequences; 0: as many
+    as there are stages."""
     placement: tuple[int, ...] = ()
     """ep rank of each expert; () divides them in runs."""
     communicator: str = "virtual"
@@ -83,27 +182,13 @@ class EngineOptions:
     stuck. A rank that computes may take longer."""
 
     def __post_init__(self) -> None:
-        if self.precision not in DTYPES:
-            raise EngineError(f"option precision: {self.precision!r} is not one of {', '.join(DTYPES)}")
-        if self.communicator not in ("virtual", "gloo"):
-            raise EngineError(f"option communicator: {self.communicator!r} is not one of virtual, gloo")
-        if not _number(self.timeout) or self.timeout < 1:
-            raise EngineError(f"option timeout: {self.timeout!r} must be a number of at least 1 (seconds)")
-        for name, low in (
-            ("max_context", 1),
-            ("kv_tokens", 0),
-            ("page_size", 1),
-            ("prefill_chunk", 0),
-            ("step_tokens", 0),
-            ("max_batch", 1),
-            ("max_waiting", 0),
-            ("threads", 0),
-            ("memory_limit", 0),
-            ("micro_batches", 0),
-        ):
+        for name, (holds, rule) in OPTION_RULES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise EngineError(f"option {name}: {value!r} must be an integer of at least {low}")
+            if not holds(value):
+                raise EngineError(f"option {name}: {shown(value)} must be {rule}")
+        # Plain values only: options are sent to rank processes, and nobody may change them later.
+        for name, plain in (("taps", tuple), ("placement", tuple), ("timeout", float)):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     @property
     def cache_tokens(self) -> int:
@@ -139,29 +224,36 @@ class SequenceRequest:
 
     def problem(self, vocab: int, options: EngineOptions) -> str | None:
         """Why this request cannot be served, or None."""
-        if not _text(self.id):
-            return f"id is {self.id!r}: must be text"
-        if not isinstance(self.prompt, Sized) or not self.prompt:
+        for name, (holds, rule) in REQUEST_RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                return f"{name} is {shown(value)}: must be {rule}"
+        if not self.prompt:
             return "prompt is empty: at least one token is needed"
-        for place, token in enumerate(self.prompt):
-            if not _natural(token) or token >= vocab:
-                return f"prompt token {place} is {token!r}: must be an integer in 0..{vocab - 1}"
-        if not _natural(self.max_new_tokens):
-            return f"max_new_tokens is {self.max_new_tokens!r}: must be an integer of at least 0"
         total = len(self.prompt) + self.max_new_tokens
         if total > options.max_context:
             return f"prompt and output need {total} tokens: max_context is {options.max_context}"
-        if not _number(self.temperature) or self.temperature < 0:
-            return f"temperature is {self.temperature!r}: must be finite and at least 0"
-        if not _natural(self.top_k):
-            return f"top_k is {self.top_k!r}: must be an integer of at least 0"
-        if not _number(self.top_p) or not 0 < self.top_p <= 1:
-            return f"top_p is {self.top_p!r}: must lie in (0, 1]"
-        if not _integer(self.seed):
-            return f"seed is {self.seed!r}: must be an integer"
-        if not _natural(self.first_row):
-            return f"first_row is {self.first_row!r}: must be an integer of at least 0"
+        for place, token in enumerate(self.prompt):
+            if type(token) is not int or not 0 <= token < vocab:
+                return f"prompt token {place} is {shown(token)}: must be an integer in 0..{vocab - 1}"
         return None
+
+    def settled(self) -> SequenceRequest:
+        """The same request, as nobody can change it any more, in plain types. It must have no problem."""
+        return replace(
+            self,
+            prompt=tuple(self.prompt),
+            stop=tuple(self.stop),
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+        )
+
+
+def problem_of(request: object, vocab: int, options: EngineOptions) -> str | None:
+    """Why what a caller handed in as a request cannot be served, or None."""
+    if isinstance(request, SequenceRequest):
+        return request.problem(vocab, options)
+    return f"request is {shown(request)}: must be a SequenceRequest"
 
 
 @dataclass

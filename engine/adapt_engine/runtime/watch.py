@@ -62,9 +62,10 @@ def around(mesh: Mesh, sights: Mapping[int, Sight], rank: int, unfinished: Itera
     return "while no rank is in a collective"
 
 
-def report(mesh: Mesh, sights: Mapping[int, Sight], rank: int, what: str) -> str:
-    """What all errors of ranks look like: step, rank, what happened, then the last calls of every rank."""
-    name = mesh.name(rank)
+def report(mesh: Mesh, sights: Mapping[int, Sight], rank: int | None, what: str) -> str:
+    """What all errors of ranks look like: step, rank (None: no single one), what happened, then the last calls of
+    every rank."""
+    name = "" if rank is None else mesh.name(rank)
     head = what if what.startswith(name) else f"{name} {what}"
     tails = "\n".join(f"  {mesh.name(other)}: {sights[other].tail}" for other in sorted(sights))
     return f"step {max(sight.step for sight in sights.values())}: {head}\n{tails}"

@@ -6,6 +6,7 @@ layers over pp; dp and sp hold copies. Everything here is in logical coordinates
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,6 +124,40 @@ class ShardPlan:
         place = self.mesh.places[rank]
         layers = tuple(self._local_layer(self.spec.layers[index]) for index in self.layers(place.pp))
         return replace(self.spec, layers=layers)
+
+    def alike(self) -> dict[int, int]:
+        """First rank of each kind -> ranks of that kind: their parts have the same shapes, so they take as much memory.
+
+        A kind is a stage's layers and, for the tp, ep and etp place, how much of each uneven division it has.
+        """
+        size, parameters = self.mesh.layout, expected_parameters(self.spec)
+        cuts, counts = set[tuple[str, int]](), set[int]()
+        for one in parameters:
+            if one.cut is not None:
+                cuts.add((CUTS[one.cut.name], one.cut.units))
+            if one.expert >= 0:
+                counts.add(one.experts)
+
+        def shares(axis: str, parts: int, index: int) -> tuple[int, ...]:
+            ranges = (self._units(units, parts, index) for name, units in sorted(cuts) if name == axis)
+            return tuple(stop - start for start, stop in ranges)
+
+        held = [Counter(self.owners(count)) for count in sorted(counts)]
+        tp = [shares("tp", size.tp, index) for index in range(size.tp)]
+        etp = [shares("etp", size.etp, index) for index in range(size.etp)]
+        ep = [tuple(one[index] for one in held) for index in range(size.ep)]
+        stages = [
+            (pp == 0, pp == size.pp - 1, tuple(self.spec.layers[index] for index in self.layers(pp)))
+            for pp in range(size.pp)
+        ]
+        stage = [stages.index(one) for one in stages]
+        first: dict[tuple[object, ...], int] = {}
+        found: dict[int, int] = {}
+        for place in self.mesh.places:
+            kind = (stage[place.pp], tp[place.tp], ep[place.ep], etp[place.etp])
+            rank = first.setdefault(kind, place.rank)
+            found[rank] = found.get(rank, 0) + 1
+        return found
 
     def _local_layer(self, layer: LayerSpec) -> LayerSpec:
         tp, attention, ffn = self.mesh.layout.tp, layer.attention, layer.ffn
