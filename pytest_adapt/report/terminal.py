@@ -54,7 +54,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     rerun = f"run again by another plugin: {again}; reruns add evidence, an earlier verdict stands" if again else ""
     missing = _not_shown(cases, collector.runner.timing_command)
     told = (rerun, _flips_line(cases), missing, coverage_line(cases), *_figure_lines(cases))
-    tail = [_cut(line) for line in told if line]
+    tail = [_cut(line, 3) for line in told if line]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
     tail.append(f"engineering reference: {collector.seconds:.1f} s{memory}{where}")

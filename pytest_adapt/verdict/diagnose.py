@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -163,16 +162,14 @@ class Known:
         for feature in self._flags(pattern):
             value = pattern.flag(feature)
             if value is not None:
-                seen = self._values(feature, partial(_flag, feature))
+                seen = self._values(feature, Pattern.flag)
                 self._discrete(found, feature if value else f"no {feature}", seen, value, 2)
         for feature, chosen in pattern.choices.items():
-            seen = self._values(feature, partial(_choice, feature))
-            self._discrete(
-                found, f"{feature} {chosen}", seen, chosen, len({one for ones in seen.values() for one in ones}) + 1
-            )
+            seen = self._values(feature, Pattern.choice)
+            kinds = len({one for ones in seen.values() for one in ones}) + 1
+            self._discrete(found, f"{feature} {chosen}", seen, chosen, kinds)
         for feature, number in pattern.numbers.items():
-            seen = self._values(feature, partial(_figure, feature))
-            self._number(found, f"{feature} {10.0**number:.2g}", seen, number)
+            self._number(found, f"{feature} {10.0**number:.2g}", self._values(feature, Pattern.number), number)
         if family:
             self._family(found, family)
         return {name: _tempered(values, self.constants.temper) for name, values in found.items()}
@@ -185,11 +182,12 @@ class Known:
             | {name for name in pattern.flags if _kind(name) in SETS}
         )
 
-    def _values(self, feature: str, value_of: Callable[[Pattern], Any]) -> dict[str, list[Any]]:
+    def _values(self, feature: str, value_of: Callable[[Pattern, str], Any]) -> dict[str, list[Any]]:
         """Fault -> the values of a feature in its rows, those that know it; faults with none are left out."""
         if feature not in self._seen:
             seen = {
-                name: [one for row in rows if (one := value_of(row)) is not None] for name, rows in self.rows.items()
+                name: [one for row in rows if (one := value_of(row, feature)) is not None]
+                for name, rows in self.rows.items()
             }
             self._seen[feature] = {name: ones for name, ones in seen.items() if ones}
         return self._seen[feature]
@@ -317,15 +315,3 @@ def _reasons(
 
 def _normal(distance: float, width: float) -> float:
     return math.exp(-0.5 * (distance / width) ** 2) / (width * math.sqrt(2.0 * math.pi))
-
-
-def _flag(name: str, row: Pattern) -> bool | None:
-    return row.flag(name)
-
-
-def _choice(name: str, row: Pattern) -> str | None:
-    return row.choices.get(name)
-
-
-def _figure(name: str, row: Pattern) -> float | None:
-    return row.numbers.get(name)

@@ -46,6 +46,12 @@ class Pattern:
     judged: frozenset[str] = frozenset()
     """Suites of which a test was judged; ``site`` where any site was compared."""
 
+    def choice(self, name: str) -> str | None:
+        return self.choices.get(name)
+
+    def number(self, name: str) -> float | None:
+        return self.numbers.get(name)
+
     def flag(self, name: str) -> bool | None:
         """The value of a flag. Of those that are named where they are set (sites, metrics, words), what is not named
         is not set, where it could have been."""
