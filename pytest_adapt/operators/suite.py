@@ -176,9 +176,9 @@ class _Tally:
             detail = f"relative to each row, {comparison.positions} rows; worst --adapt-op='{prompt}'"
             yield Measurement(metric, value, budget, value <= budget, compared=comparison.compared, detail=detail)
         if self.declined:
-            count, why = len(self.declined), next(iter(self.declined.values()))
-            detail = f"{count} cases are declined: {why}"
-            yield Measurement("op.declined", float(count), float(count + self.ran), True, compared=1, detail=detail)
+            number = float(len(self.declined))
+            detail = f"{len(self.declined)} cases are declined: {next(iter(self.declined.values()))}"
+            yield Measurement("op.declined", number, number + self.ran, True, compared=1, detail=detail)
         for metric, one in self.worst.items():
             yield replace(one, compared=self.compared[metric])
 
