@@ -12,6 +12,7 @@ from pytest_adapt.operators.check import Examined, examine
 from pytest_adapt.operators.definition import Op
 from pytest_adapt.operators.draw import Arena, Draw
 from pytest_adapt.report.operators import METRIC, STATES
+from pytest_adapt.target.protocol import UnsupportedOp
 from pytest_adapt.verdict.budget import Comparison
 from pytest_adapt.verdict.result import Figure, Measurement, Status
 from pytest_adapt.verdict.status import Verdict
@@ -54,16 +55,24 @@ def judge_operator(target: OpenTarget, judge: Judge, name: str, precision: str) 
         from pytest_adapt.operators.gradient import examine_gradient
 
         case = op.case(precision, **op.gradient, seed=1)
-        tally.add(case, Examined(examine_gradient(op, case, target.run_op)))
+        try:
+            found = Examined(examine_gradient(op, case, target.run_op))
+        except UnsupportedOp as reason:
+            found = Examined(declined=str(reason))
+        tally.add(case, found)
     if tally.declined and not tally.ran:
-        raise Verdict(Status.UNSUPPORTED, f"operator {name}: {tally.declined}")
+        raise Verdict(Status.UNSUPPORTED, f"operator {name}: {next(iter(tally.declined.values()))}")
     _tell(judge, tally.summary())
 
 
 def judge_support(target: OpenTarget, judge: Judge) -> None:
-    """One measurement an operator: native, fallback or missing. None of them is a failure."""
+    """One measurement an operator: native, fallback or missing. None of them is a failure; a name that is no operator's
+    is one."""
     if not target.ops:
         raise Verdict(Status.UNSUPPORTED, f"{target.info.name} shows no single operators (run_op)")
+    unknown = sorted(set(target.ops) - set(NAMES))
+    if unknown:
+        judge.promise("op.name", False, f"no operator is called {unknown[0]}; operators are {', '.join(NAMES)}")
     for name in NAMES:
         implementations = tuple(target.ops.get(name, ()))
         state = support(implementations)
@@ -138,10 +147,11 @@ class _Tally:
     failures: dict[Case, list[Measurement]] = field(default_factory=dict)
     pooled: dict[str, Comparison] = field(default_factory=dict)
     ran: int = 0
-    declined: str = ""
+    declined: dict[Case, str] = field(default_factory=dict)
 
     def add(self, case: Case, found: Examined) -> None:
-        self.declined = self.declined or found.declined
+        if found.declined:
+            self.declined[case] = found.declined
         self.ran += bool(found.measurements)
         if found.failures:
             self.failures[case] = found.failures
@@ -165,6 +175,10 @@ class _Tally:
             prompt, _ = comparison.worst_row()
             detail = f"relative to each row, {comparison.positions} rows; worst --adapt-op='{prompt}'"
             yield Measurement(metric, value, budget, value <= budget, compared=comparison.compared, detail=detail)
+        if self.declined:
+            number = float(len(self.declined))
+            detail = f"{len(self.declined)} cases are declined: {next(iter(self.declined.values()))}"
+            yield Measurement("op.declined", number, number + self.ran, True, compared=1, detail=detail)
         for metric, one in self.worst.items():
             yield replace(one, compared=self.compared[metric])
 

@@ -44,6 +44,9 @@ class Lanes(Single):
         whole = x.shape[-1] // 8 * 8 or x.shape[-1]
         return weight * (x / np.sqrt(np.mean(x[..., :whole] ** 2, axis=-1, keepdims=True) + eps))
 
+class Misnamed(Single):
+    offered = {"rmsnorm": ("fused",)}
+
 class Promises(Single):
     offered = {"combine": ("fused",)}
 '''
@@ -74,6 +77,10 @@ def test_operators_that_a_target_shows_are_judged_and_all_are_counted(single: Fo
     assert table["swiglu"] == {"fp32": "fallback: reference"}
     assert table["linear"] == {"fp32": "missing"}
     result.stdout.fnmatch_lines(["operators: 1 native (rms_norm), 1 fallback, 14 missing (linear, *"])
+    (declined,) = [
+        one for case in single.report()["cases"] for one in case["measurements"] if one["metric"] == "op.declined"
+    ]
+    assert 0 < declined["value"] < declined["budget"] and declined["detail"].endswith("cases are declined: odd widths")
     figures = {figure["name"] for case in single.report()["cases"] for figure in case["figures"]}
     assert figures == {"time of fused", "time of reference"}
 
@@ -98,6 +105,12 @@ def test_a_declared_operator_that_does_not_answer_is_a_failure(single: Folder) -
     result.stdout.fnmatch_lines(
         ["*operator combine is declared, but a probe of it raised NotImplementedError: combine*"]
     )
+
+
+def test_a_name_that_is_no_operators_is_a_failure(single: Folder) -> None:
+    result = run(single, "Misnamed", SUITE, "-k", "known and not time")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*no operator is called rmsnorm; operators are linear, *"])
 
 
 def test_a_target_without_operators_is_unsupported(folder: Folder) -> None:
