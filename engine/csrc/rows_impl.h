@@ -70,6 +70,31 @@ void swiglu_row(const T *gate, const T *up, T *out, std::size_t width) {
             .template store_tail<T>(out + whole, tail);
 }
 
+template <class V>
+V turned(V kept, V cosine, V other, V sine) {
+    return kept * cosine + other * sine;
+}
+
+template <class V, class T>
+void rotate_row(const T *x, const float *cosines, const float *sines, T *out, std::size_t half) {
+    const std::size_t whole = half / V::width * V::width;
+    const std::size_t tail = half - whole;
+    for (std::size_t i = 0; i < whole; i += V::width) {
+        const V first = V::template load<T>(x + i), second = V::template load<T>(x + half + i);
+        const V cosine = V::template load<float>(cosines + i), sine = V::template load<float>(sines + i);
+        turned(first, cosine, second.negated(), sine).template store<T>(out + i);
+        turned(second, cosine, first, sine).template store<T>(out + half + i);
+    }
+    if (tail) {
+        const V first = V::template load_tail<T>(x + whole, tail),
+                second = V::template load_tail<T>(x + half + whole, tail);
+        const V cosine = V::template load_tail<float>(cosines + whole, tail);
+        const V sine = V::template load_tail<float>(sines + whole, tail);
+        turned(first, cosine, second.negated(), sine).template store_tail<T>(out + whole, tail);
+        turned(second, cosine, first, sine).template store_tail<T>(out + half + whole, tail);
+    }
+}
+
 struct BF16 {
     std::uint16_t bits;
 };
@@ -108,8 +133,20 @@ void swiglu_any(Type type, const void *gate, const void *up, void *out, std::siz
 }
 
 template <class V>
+void rotate_any(Type type, const void *x, const float *cosines, const float *sines, void *out, std::size_t half) {
+    switch (type) {
+        case Type::f32:
+            return rotate_row<V, float>(static_cast<const float *>(x), cosines, sines, static_cast<float *>(out), half);
+        case Type::bf16:
+            return rotate_row<V, BF16>(static_cast<const BF16 *>(x), cosines, sines, static_cast<BF16 *>(out), half);
+        case Type::f16:
+            return rotate_row<V, F16>(static_cast<const F16 *>(x), cosines, sines, static_cast<F16 *>(out), half);
+    }
+}
+
+template <class V>
 RowKernels kernels_over() {
-    return RowKernels{&rms_norm_any<V>, &swiglu_any<V>};
+    return RowKernels{&rms_norm_any<V>, &swiglu_any<V>, &rotate_any<V>};
 }
 
 // bfloat16: the upper half of a float32; round to nearest even, NaN stays NaN.

@@ -7,7 +7,7 @@ logits = head(norm(x))
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -197,14 +197,13 @@ class _Run:
         """SwiGLU of each chosen expert, [T, k, h], computed expert by expert."""
         n = self.n
         gate_name, up_name, down_name = expert_projections(self.spec)
-        gate, up = np.empty((*ids.shape, width), n.dtype), np.empty((*ids.shape, width), n.dtype)
         places = {int(expert): np.nonzero(ids == expert) for expert in np.unique(ids)}
-        for expert, (row, place) in places.items():
-            gate[row, place] = n.linear(x[row], f"{inside}.{expert}.{gate_name}.weight")
-            up[row, place] = n.linear(x[row], f"{inside}.{expert}.{up_name}.weight")
-        gate, up = n.site(f"{name}.gate", gate), n.site(f"{name}.up", up)
+
+        def project(projection: str, inputs: Callable[[np.ndarray, np.ndarray], np.ndarray], size: int) -> np.ndarray:
+            products = {f"{inside}.{expert}.{projection}.weight": (at, inputs(*at)) for expert, at in places.items()}
+            return n.linear_by_rows(products, (*ids.shape, size))
+
+        gate = n.site(f"{name}.gate", project(gate_name, lambda row, _: x[row], width))
+        up = n.site(f"{name}.up", project(up_name, lambda row, _: x[row], width))
         act = n.site(f"{name}.act", n.inner(f"{name}.silu", blocks.silu(gate)) * up)
-        down = np.empty((*ids.shape, x.shape[1]), n.dtype)
-        for expert, (row, place) in places.items():
-            down[row, place] = n.linear(act[row, place], f"{inside}.{expert}.{down_name}.weight")
-        return n.site(f"{name}.down", down)
+        return n.site(f"{name}.down", project(down_name, lambda row, place: act[row, place], x.shape[1]))

@@ -111,6 +111,20 @@ class Numerics:
             self._latest = y, partial_sums(x, matrix)
         return y
 
+    def linear_by_rows(
+        self, products: Mapping[str, tuple[tuple[np.ndarray, ...], np.ndarray]], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """One array of ``shape`` put together from products: weight name -> (index of its rows, their x [R, in])."""
+        y = np.empty(shape, self.dtype)
+        sizes = np.empty(shape) if self._sized else np.empty(0)
+        for weight, (rows, x) in products.items():
+            y[rows] = self.linear(x, weight)
+            if self._sized:
+                sizes[rows] = self._latest[1]
+        if self._sized:
+            self._latest = y, sizes
+        return y
+
     def total(self, x: np.ndarray) -> np.ndarray:
         """Sum over the last axis, kept as an axis of 1."""
         if not self.in_order:

@@ -208,6 +208,41 @@ def test_rotation_is_the_complex_product_of_its_pairs(interleaved: bool) -> None
     assert float(error.max()) <= 4 * rounding_unit(torch.float32) * float(expected.abs().max())
 
 
+@pytest.mark.requirement(53, 57)
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rope_apply", implementations("rope_apply"))
+def test_every_rotation_has_the_bits_of_the_reference(
+    rope_apply: Callable[..., torch.Tensor], dtype: torch.dtype, layout: str
+) -> None:
+    """The same two products and sum of float32, rounded once: nothing is left to an implementation."""
+    torch.manual_seed(5)
+    for half in (1, 5, 16, 33, 64):
+        for rows, heads in ((0, 3), (1, 1), (7, 3)):
+            x = spread(layout, max(rows, 1) * heads, 2 * half, dtype)[: rows * heads].view(rows, heads, 2 * half)
+            angles = torch.randn(rows, half) * 100
+            cos, sin = angles.cos(), angles.sin()
+            for interleaved in (False, True):
+                got, twin = rope_apply(x, cos, sin, interleaved), reference.rope_apply(x, cos, sin, interleaved)
+                assert got.dtype == dtype and got.shape == x.shape
+                assert torch.equal(got, twin), (half, rows, heads, interleaved)
+
+
+@pytest.mark.skipif(not BUILT, reason="the extension is not built")
+@pytest.mark.parametrize(
+    ("rows", "width", "angles", "half", "why"),
+    [
+        (6, 8, 4, 4, "6 rows of x do not divide by its 4"),
+        (6, 8, 3, 3, "half as many columns as x, 8"),
+        (6, 8, 0, 4, "do not divide by its 0"),
+    ],
+)
+def test_a_rotation_that_cannot_be_is_refused(rows: int, width: int, angles: int, half: int, why: str) -> None:
+    x, table = torch.ones(rows, width), torch.ones(angles, half)
+    with pytest.raises(ValueError, match=why):
+        native.load().rotate(x, table, table, torch.empty_like(x), 2)
+
+
 def brute_force(logits: list[float], bias: list[float], spec: MoESpec) -> list[int]:
     """Choice by the definition, in plain Python: groups by their two best, then experts; ties to the lowest id."""
     top = max(logits)

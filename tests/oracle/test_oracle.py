@@ -142,6 +142,21 @@ def test_emulation_under_forcing_is_one_operations_yardstick(oracle: Oracle) -> 
         assert 2.0**-12 < error < 2.0**-6, name
 
 
+def test_every_product_tells_the_size_of_its_partial_sums(oracle: Oracle) -> None:
+    """Also those that are put together expert by expert: cancellation there is no rarer than elsewhere."""
+    free = oracle.run(TOKENS, record=("*",))
+    terms = oracle.run(TOKENS, forced=free.sites, sized=True).terms
+    products = {"attn.q", "attn.k", "attn.v", "attn.kv_a", "attn.q_b", "moe.experts.gate", "moe.experts.down"}
+    products |= {"moe.experts.up", "moe.router.logits", "ffn.gate"}
+    there = {name for name in free.sites if layer_of(name)[1] in products}
+    assert there <= set(terms)
+    for name in there:
+        own = free.sites[name]
+        assert terms[name].shape == own.shape
+        # Of K terms the partial sums end at the sum: their root mean square is no less than 1 / sqrt(3) of it.
+        assert ".experts." not in name or (terms[name] >= np.abs(own) / np.sqrt(3.0) * (1 - 1e-12)).all()
+
+
 def test_rows_select_logits(oracle: Oracle) -> None:
     assert np.array_equal(oracle.run(TOKENS, rows=(3, 39, 3)).logits.shape, (3, 71))
     difference = oracle.run(TOKENS, rows=(3, 39)).logits - oracle.run(TOKENS).logits[[3, 39]]

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from ..errors import EngineError
+from . import reference
 from .registry import Implementation
 
 __all__ = ["ISA_VARIABLE", "isa", "load", "offers"]
@@ -66,6 +67,13 @@ def offers() -> list[Implementation]:
         module.swiglu(_rows(gate), _rows(up), _rows(out), code)
         return out
 
+    def rope_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        if interleaved:
+            return reference.rope_apply(x, cos, sin, interleaved)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        module.rotate(_rows(x), _rows(cos), _rows(sin), _rows(out), code)
+        return out
+
     every = frozenset({torch.float32, torch.bfloat16, torch.float16})
     # A row is reduced by one thread in a fixed lane order, whatever its neighbours are.
     traits = frozenset({"batch_invariant", "layout_invariant"})
@@ -73,4 +81,5 @@ def offers() -> list[Implementation]:
     return [
         Implementation("rms_norm", name, rms_norm, every, traits, priority=10),
         Implementation("swiglu", name, swiglu, every, traits, priority=10),
+        Implementation("rope_apply", name, rope_apply, every, traits, priority=10),
     ]
