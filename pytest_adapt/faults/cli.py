@@ -11,7 +11,7 @@ from pytest_adapt.faults.matrix import MatrixError, load, shipped_matrix
 from pytest_adapt.faults.registry import catalogue
 from pytest_adapt.faults.waiting import waiting
 
-__all__ = ["main"]
+__all__ = ["fault_rows", "main", "markdown"]
 
 _MEASURED = Path(".adapt") / "selftest" / "kill_matrix.json"
 
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="every fault: id, owning suite, site, public report")
     listing.add_argument("--commands", action="store_true", help="only the command that puts each fault in by hand")
+    listing.add_argument("--markdown", action="store_true", help="as the table of docs/faults.md")
     listing.add_argument("--waiting", action="store_true", help="known faults that cannot be put in yet, and why")
     matrix = commands.add_parser("matrix", help="what the suites see of each fault, from the last --adapt-selftest")
     matrix.add_argument(
@@ -41,7 +42,10 @@ def main(arguments: Sequence[str]) -> int:
             print(fault.command)
         return 0
     if options.command == "list":
-        rows = _waiting_rows() if options.waiting else _rows()
+        rows = _waiting_rows() if options.waiting else fault_rows()
+        if options.markdown:
+            print(markdown(rows))
+            return 0
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -49,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     return _matrix(options.source, write=options.write)
 
 
-def _rows() -> list[tuple[str, ...]]:
+def fault_rows() -> list[tuple[str, ...]]:
+    """Every fault of the registry, the head first: id, suite, site or words, report, title."""
     head = ("fault", "suite", "site, or what is said", "report", "what is done")
     return [
         head,
@@ -58,6 +63,12 @@ def _rows() -> list[tuple[str, ...]]:
             for fault in catalogue().values()
         ),
     ]
+
+
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows, the head first, as a Markdown table."""
+    head, *body = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 def _waiting_rows() -> list[tuple[str, ...]]:

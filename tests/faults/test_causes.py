@@ -39,6 +39,10 @@ def oracles(root: Path) -> dict[str, Oracle]:
     return {}
 
 
+# Wrong at a second place by what it is: the weight is taken where it does not belong, and missing where it does.
+ELSEWHERE = {"RT24": ("moe.routed",)}
+
+
 def judged(faults: tuple[str, ...], model: str, layout: str, root: Path, oracles: dict[str, Oracle]) -> CaseResult:
     """The white-box case of a run in bfloat16 with these faults."""
     directory = materialise(model, root)
@@ -72,7 +76,8 @@ def judged(faults: tuple[str, ...], model: str, layout: str, root: Path, oracles
 def test_one_fault_has_one_cause(name: str, root: Path, oracles: dict[str, Oracle]) -> None:
     fault = get(name)
     found = clusters([judged((name,), fault.models[0], fault.layout, root, oracles)])
-    assert [cluster.cause for cluster in found] == [f"first divergence in {fault.site}"]
+    sites = [fault.site, *ELSEWHERE.get(name, ())]
+    assert [cluster.cause for cluster in found] == [f"first divergence in {site}" for site in sites]
 
 
 @pytest.mark.requirement(116)

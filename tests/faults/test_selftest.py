@@ -201,7 +201,7 @@ def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.Captur
     assert all(one.needs and one.title and one.report for one in entries)
     assert len(catalogue()) >= 90
     assert main(["list", "--waiting"]) == 0
-    assert "SA02" in capsys.readouterr().out
+    assert "WL13" in capsys.readouterr().out
 
 
 def test_a_matrix_that_is_absent_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
