@@ -90,7 +90,8 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
 
 def _likely(collector: Collector) -> dict[int, str]:
     """Index of a cluster -> the known fault that it looks like, where the match is strong and faults are measured."""
-    from pytest_adapt.verdict.diagnose import MatrixError, of_report, one_line, read_matrix
+    from pytest_adapt.faults.matrix import MatrixError
+    from pytest_adapt.verdict.diagnose import of_report, one_line, read_matrix
 
     try:
         found = of_report(collector.document, read_matrix())

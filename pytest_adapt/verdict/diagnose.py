@@ -10,7 +10,6 @@ no fault more than it resembles them all.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pytest_adapt.faults.matrix import MatrixError, Row, load, shipped_matrix
 from pytest_adapt.faults.registry import Fault, catalogue
 from pytest_adapt.target.protocol import OBSERVABLES
 from pytest_adapt.verdict.pattern import SETS, Pattern, family_of, function_of, narrowed, pattern_of
@@ -28,7 +28,6 @@ __all__ = [
     "Diagnosis",
     "Known",
     "Match",
-    "MatrixError",
     "of_report",
     "one_line",
     "read_matrix",
@@ -43,7 +42,6 @@ _UNFIT = 0.05
 _TOLD = ("test", "value", *sorted(SETS))
 """Kinds of flags that tell one story together."""
 _SHOWN = 4
-_MATRIX = Path(__file__).resolve().parents[1] / "faults" / "kill_matrix.json"
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,6 @@ class Constants:
     """Share of the evidence that counts."""
     width: float = 0.15
     """Of the kernel around the decimal logarithm of a number."""
-
-
-class MatrixError(Exception):
-    """The kill matrix cannot be used; the message is one line with the way out."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +83,17 @@ class Diagnosis:
     """Of the rows that were asked."""
 
 
-def read_matrix(path: Path | None = None) -> list[Mapping[str, Any]]:
-    """Rows of a kill matrix, the shipped one by default. Raises MatrixError where there is none, or another schema."""
-    file = path or _MATRIX
-    if not file.is_file():
-        raise MatrixError(f"no kill matrix at {file}: make one with pytest --adapt-selftest, or name one with --matrix")
+def read_matrix(path: Path | None = None) -> Sequence[Row]:
+    """Rows of a kill matrix, the shipped one by default. Raises MatrixError where there are none that can be read."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        if raw["schema"] != 1:
-            raise MatrixError(f"{file}: schema {raw['schema']!r}, this version reads 1")
-        rows: list[Mapping[str, Any]] = raw["rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise MatrixError(f"{file} is no kill matrix: {error}") from None
+        rows = load(path).rows
+    except (KeyError, TypeError) as error:
+        raise MatrixError(
+            f"kill matrix {path or shipped_matrix()}: it has no {error}; make it anew: --adapt-selftest"
+        ) from None
+    if not rows:
+        what = f"kill matrix {path}: no rows" if path else f"no kill matrix is shipped ({shipped_matrix()})"
+        raise MatrixError(f"{what}; make one with --adapt-target=builtin --adapt-selftest, or name one with --matrix")
     return rows
 
 
@@ -122,7 +115,7 @@ class Known:
     _seen: dict[str, dict[str, list[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], observable: str, constants: Constants | None = None) -> Known:
+    def of(cls, rows: Iterable[Row], observable: str, constants: Constants | None = None) -> Known:
         """From rows of the matrix: those of ``observable``; where it has none, of the next weaker one that has, else of
         the next stronger one. Raises MatrixError where no fault was caught at all."""
         caught = [row for row in rows if row["killed"] and row["red"]]
@@ -236,7 +229,7 @@ class Known:
             found[name][f"family {family}"] = math.log(share / fmean(shares.values()))
 
 
-def of_report(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
+def of_report(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Diagnosis]:
     """One diagnosis for each cause (``clusters``) of a report.json. Raises MatrixError."""
     shown = set(report["target"].get("observables", ())) & set(report["settings"].get("observables") or OBSERVABLES)
     observable = next((name for name in OBSERVABLES if name in shown), OBSERVABLES[-1])

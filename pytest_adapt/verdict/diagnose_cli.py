@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pytest_adapt.faults.matrix import MatrixError
 from pytest_adapt.faults.registry import Fault, catalogue
-from pytest_adapt.verdict.diagnose import Diagnosis, Match, MatrixError, of_report, read_matrix
+from pytest_adapt.verdict.diagnose import Diagnosis, Match, of_report, read_matrix
 
 __all__ = ["main"]
 

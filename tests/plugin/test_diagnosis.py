@@ -183,7 +183,7 @@ def test_the_summary_names_a_known_fault_where_the_match_is_strong(
 ) -> None:
     write(test_mine=JUDGED)
     matrix = folder.path / "kill_matrix.json"
-    monkeypatch.setattr(diagnose, "_MATRIX", matrix)
+    monkeypatch.setattr(diagnose, "read_matrix", lambda: diagnose.load(matrix).rows)
     assert "like WL90" not in folder.run("Wrong", FP32, "test_mine.py").stdout.str()  # nothing is known
     known(matrix, folder.report(), "WL90")
     text = folder.run("Wrong", FP32, "test_mine.py").stdout.str()

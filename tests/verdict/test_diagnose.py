@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.verdict.diagnose import Diagnosis, MatrixError, of_report, one_line, read_matrix
+from pytest_adapt.faults.matrix import MatrixError
+from pytest_adapt.verdict.diagnose import Diagnosis, of_report, one_line, read_matrix
 from pytest_adapt.verdict.diagnose_cli import main
 from pytest_adapt.verdict.pattern import pattern_of
 
@@ -304,10 +305,11 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: Any, content:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no kill matrix at .*: make one with pytest --adapt-selftest, or name one with --matrix"),
-        ("{", "is no kill matrix"),
-        ('{"rows": []}', "is no kill matrix"),
-        ('{"schema": 2, "rows": []}', "schema 2, this version reads 1"),
+        (None, "cannot be read .*; make one with --adapt-selftest"),
+        ("{", "cannot be read"),
+        ('{"rows": []}', "schema None, expected 1"),
+        ('{"schema": 1}', "it has no 'rows'"),
+        ('{"schema": 1, "rows": []}', "no rows; make one with .*, or name one with --matrix"),
     ],
 )
 def test_a_file_that_is_no_matrix_is_named(tmp_path: Path, content: str | None, said: str) -> None:
