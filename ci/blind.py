@@ -22,6 +22,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def run(fault: Fault, model: str, precision: str, observables: str, folder: Path
 
 def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     rows = read_matrix(arguments.matrix)
-    measured = sorted({row["fault"] for row in rows if row["killed"]} & set(catalogue()))
+    column = arguments.observables.split(",")[0] or "taps"
+    measured = sorted(
+        {row["fault"] for row in rows if row["killed"] and row["observable"] == column} & set(catalogue())
+    )
     drawn = random.Random(arguments.seed).sample(measured, min(arguments.faults, len(measured)))
     print(f"{'fault':7}{'model':22}{'layout':8}{'in':6}{'place':7}{'first':14}{'causes':8}{'lines':6}title")
     places = []
@@ -88,6 +92,10 @@ def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 def fit(arguments: argparse.Namespace) -> int:
     rows = [row for row in read_matrix(arguments.matrix) if row["killed"] and row["red"]]
+    places = Counter((row["fault"], row["observable"]) for row in rows)
+    if max(places.values(), default=0) < 2:
+        print("no fault has two rows at one observable, so that none can be predicted from another", file=sys.stderr)
+        return 1
     for smoothing, temper in itertools.product(SMOOTHINGS, TEMPERS):
         constants = Constants(smoothing, temper)
         for observable in sorted({row["observable"] for row in rows}):
