@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pytest_adapt.models import catalogue
@@ -79,3 +80,22 @@ def test_a_changed_configuration_is_served_with_the_shipped_weights(
     weights = list(copy.glob("*.safetensors"))
     assert len(weights) >= 2 and all(file.is_symlink() and file.stat().st_size for file in weights)
     assert museum.checkpoint(replace(exhibit, config={}), tmp_path) == "llama-odd"
+
+
+@pytest.mark.requirement(115)
+def test_scaled_rows_are_exact_multiples_and_everything_else_keeps_its_bits(museum: Any) -> None:
+    values = np.array([[1.5, -0.25, 0.0], [3.0, -7.0, 0.5], [2.0, 2.0, 2.0]], np.float32)
+    half = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    header = {
+        name: {"dtype": "BF16", "shape": [3, 3], "data_offsets": [at, at + 18]}
+        for at, name in ((0, "layers.0.q.weight"), (18, "layers.0.other.weight"))
+    }
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + half + half
+    found = museum.scaled(data, {"q.weight": [2, 10]})
+    bits = np.frombuffer(found[-36:], "<u2").astype(np.uint32) << 16
+    scaled, other = bits.view(np.float32).reshape(2, 3, 3)
+    assert np.array_equal(scaled[:2], values[:2] * 1024) and np.array_equal(scaled[2], values[2])
+    assert np.array_equal(other, values) and found[:-36] == data[:-36]
+    with pytest.raises(ValueError, match="expected BF16 and 4 rows"):
+        museum.scaled(data, {"q.weight": [4, 10]})
