@@ -15,7 +15,7 @@ FAULT = ("--adapt-target=builtin", "--adapt-precisions=fp32", "--adapt-observabl
     [
         (("--adapt-target=py:targets:Echo", "--adapt-selftest"), "it needs --adapt-target=builtin"),
         (("--adapt-target=builtin", "--adapt-selftest=XX99"), "nothing is called XX99; write ids of faults"),
-        (("--adapt-target=builtin", "--adapt-selftest", "--adapt-time=soon"), "'soon' is no time; write 90s, 10m or 1h"),
+        (("--adapt-target=builtin", "--adapt-selftest", "--adapt-time=soon"), "'soon' is no time; write 90s"),
         (("--adapt-target=builtin", "--adapt-selftest", "--adapt-time=0s"), "write 90s, 10m or 1h"),
         (("--adapt-selftest",), "does nothing without --adapt-target"),
     ],
