@@ -40,12 +40,13 @@ def requirement_titles() -> Mapping[int, str]:
 
 
 def sources() -> list[tuple[str, Path]]:
-    """(prefix of test names, folder) of all that carries marks: the shipped suites, in a checkout also tests/."""
+    """(prefix of test names, folder) of all that carries marks: the shipped suites, and tests/ of the checkout that they
+    lie in, or that is the working directory (where the package is installed beside it)."""
     suites = suites_dir()
-    own = suites.parent / "tests"
     found = [("", suites)]
-    if (suites.parent / "pytest_adapt" / "plugin.py").is_file() and own.is_dir():
-        found.append(("tests/", own))
+    for root in (suites.parent, Path.cwd()):
+        if (root / "pytest_adapt" / "plugin.py").is_file() and (root / "tests").is_dir():
+            return [*found, ("tests/", root / "tests")]
     return found
 
 
