@@ -40,8 +40,8 @@ def requirement_titles() -> Mapping[int, str]:
 
 
 def sources() -> list[tuple[str, Path]]:
-    """(prefix of test names, folder) of all that carries marks: the shipped suites, and tests/ of the checkout that they
-    lie in, or that is the working directory (where the package is installed beside it)."""
+    """(prefix of test names, folder) of all that carries marks: the shipped suites, and tests/ of the checkout that
+    they lie in, or that is the working directory (where the package is installed beside it)."""
     suites = suites_dir()
     found = [("", suites)]
     for root in (suites.parent, Path.cwd()):
