@@ -117,6 +117,11 @@ def checked_responses(who: str, responses: Iterable[object], requests: Sequence[
         request = waiting.pop(response.id, None)
         if request is None:
             raise TargetError(f"{who}: answered id {response.id!r}, which is unknown or was answered before")
+        if response.completion_tokens not in (None, len(response.tokens)):
+            raise TargetError(
+                f"{who}: request {response.id!r}: completion_tokens is {response.completion_tokens}, but "
+                f"{len(response.tokens)} token ids came; only who reads ids out of a text may count otherwise"
+            )
         yield checked_response(who, response, request)
     if waiting:
         some = ", ".join(sorted(waiting)[:3])

@@ -218,5 +218,6 @@ def _request(request: Request) -> dict[str, Any]:
 
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    text = " ".join(text.split())
+    # What a child wrote must not steer the terminal that shows it.
+    text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(text.split()))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

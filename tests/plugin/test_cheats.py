@@ -29,6 +29,12 @@ CHEATS = {
         ("generate",),
         "3 of 6 tokens were generated, finish 'length'",
     ),
+    "short_and_counted_as_whole": (
+        "a.tokens = a.tokens[:3]; a.completion_tokens = 6 if request.max_new_tokens > 3 else None; "
+        "a.logits = a.logits[: len(request.prompt) + max(0, len(a.tokens) - 1)]",
+        ("generate",),
+        "completion_tokens is 6, but 3 token ids came",
+    ),
     "short_by_a_stop_that_is_none": (
         "a.tokens = a.tokens[:3]; a.finish = 'stop'; "
         "a.logits = a.logits[: len(request.prompt) + max(0, len(a.tokens) - 1)]",
