@@ -14,8 +14,8 @@ from pytest_adapt.stash import RUN
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
     from pytest_adapt.layout import Layout
+    from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.runner import Runner
-    from pytest_adapt.session import OpenTarget
     from pytest_adapt.target.protocol import Deployment
 
 __all__ = [

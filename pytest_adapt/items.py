@@ -19,7 +19,7 @@ from pytest_adapt.verdict.status import GREEN
 
 if TYPE_CHECKING:
     from pytest_adapt.handle import ModelHandle
-    from pytest_adapt.session import OpenTarget
+    from pytest_adapt.open_target import OpenTarget
 
 __all__ = [
     "CASE",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_adapt.session import Fatal, OpenTarget
+from pytest_adapt.open_target import OpenTarget
+from pytest_adapt.session import Fatal
 from pytest_adapt.verdict.result import Divergence
 from pytest_adapt.verdict.status import Verdict
 

@@ -149,8 +149,9 @@ class References:
 
     def _target(self, model: ModelHandle, precision: str, live: OracleReference) -> TargetReference:
         from pytest_adapt.golden.reference import TargetReference
+        from pytest_adapt.open_target import OpenTarget
         from pytest_adapt.oracle import OracleError
-        from pytest_adapt.session import Host, OpenTarget
+        from pytest_adapt.session import Host
         from pytest_adapt.target.protocol import Deployment
         from pytest_adapt.target.registry import builtin_registry
 

@@ -30,10 +30,11 @@ from pytest_adapt.matrix import (
     make_matrix,
     read_mark,
 )
+from pytest_adapt.open_target import OpenTarget
 from pytest_adapt.options import Settings, read_settings
 from pytest_adapt.references import References
 from pytest_adapt.report.collector import SHARED_QUOTAS, Collector
-from pytest_adapt.session import Fatal, Host, OpenTarget
+from pytest_adapt.session import Fatal, Host
 from pytest_adapt.stash import RUN, STATE, WHOLE
 from pytest_adapt.target.protocol import Deployment, TargetError
 from pytest_adapt.verdict.ladder import rung_of

@@ -15,7 +15,7 @@ from pytest_adapt.models.entries import ModelEntry, ModelError
 from pytest_adapt.models.needle import KEYS, RULERS, VALUES, Vocabulary
 
 if TYPE_CHECKING:
-    from pytest_adapt.session import OpenTarget
+    from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.target.protocol import Response
 
 __all__ = ["TAIL", "Question", "Recall", "filled", "longest", "recalls", "story", "words_of"]

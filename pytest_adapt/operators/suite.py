@@ -18,7 +18,7 @@ from pytest_adapt.verdict.result import Figure, Measurement, Status
 from pytest_adapt.verdict.status import Verdict
 
 if TYPE_CHECKING:
-    from pytest_adapt.session import OpenTarget
+    from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.verdict.judge import Judge
 
 __all__ = ["judge_operator", "judge_support", "support", "time_operators"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_adapt.verdict.result import Figure
 
 if TYPE_CHECKING:
+    from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.perf.roofline import Peaks, Work
-    from pytest_adapt.session import OpenTarget
     from pytest_adapt.target.protocol import Response
 
 __all__ = ["Round", "Stopwatch", "figures"]

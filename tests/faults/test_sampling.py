@@ -15,8 +15,9 @@ from pytest_adapt.golden.reference import OracleReference
 from pytest_adapt.handle import ModelHandle
 from pytest_adapt.matrix import RESERVE, Mark, Model
 from pytest_adapt.models import catalogue as models
+from pytest_adapt.open_target import OpenTarget
 from pytest_adapt.options import Settings
-from pytest_adapt.session import Host, OpenTarget
+from pytest_adapt.session import Host
 from pytest_adapt.target.protocol import Deployment
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge

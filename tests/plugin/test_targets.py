@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_adapt.matrix import Mark
-from pytest_adapt.session import OpenTarget
+from pytest_adapt.open_target import OpenTarget
 from pytest_adapt.target.protocol import Deployment, Info
 
 if TYPE_CHECKING:
