@@ -5,10 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from .conftest import Folder
+if TYPE_CHECKING:
+    from conftest import Folder
 
 Write = Callable[..., Path]
 

@@ -228,6 +228,7 @@ MISBEHAVES = [
     ("hangs", "exec sleep 302", "no answer to open within 0.5 s", "empty"),
     ("closes its output", "exec 1>&-; exec sleep 302", "closed its standard output", "empty"),
     ("writes no JSON", "echo hello", "a line that is no JSON: hello", "empty"),
+    ("steers the terminal", r"printf '\033[2Jhello\n'", r"no JSON: \x1b[2Jhello", "empty"),
     ("writes a list", "echo '[1]'", "expected a JSON object", "empty"),
     ("refuses", """echo '{"error": "no weights"}'""", "refused open: no weights", "empty"),
     ("has no name", """echo '{"info": {}}'""", 'expected {"info": {"name"', "empty"),
