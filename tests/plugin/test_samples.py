@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from conftest import Folder
 
 SAMPLERS = '''
+from dataclasses import replace
 import numpy as np
 from pytest_adapt.oracle import Oracle, Rounding
 from pytest_adapt.target.protocol import Info, Response
@@ -51,6 +52,19 @@ class Sampler:
 
 class Hot(Sampler):
     heat = 1.1
+
+class Plain(Sampler):
+    """Refuses what OpenAI's own API does not have."""
+    def run(self, requests):
+        for request in requests:
+            if request.sampling.top_k:
+                yield Response(request.id, len(request.prompt), finish="abort", error="unknown field top_k")
+            else:
+                yield from super().run([request])
+
+class PlainAndWide(Plain):
+    def draw(self, logits, sampling, place):
+        return super().draw(logits, replace(sampling, top_p=1.0), place)
 
 class Greedy(Sampler):
     def draw(self, logits, sampling, place):
@@ -98,3 +112,12 @@ def test_a_sampler_that_is_greedy_is_red_everywhere_but_where_greed_is_right(fol
     found = run(folder, "Greedy", "fp32")
     assert found.pop("test_no_temperature_and_one_candidate_are_greedy") == "pass"
     assert set(found.values()) == {"fail"}
+
+
+@pytest.mark.requirement(50, 113)
+def test_what_is_refused_is_unsupported_and_excuses_nothing_else(folder: Folder) -> None:
+    filters, greedy = "test_filters_keep_the_tokens_that_they_name", "test_no_temperature_and_one_candidate_are_greedy"
+    found = run(folder, "Plain", "fp32")
+    assert (found[filters], found[greedy]) == ("unsupported", "unsupported")
+    assert any("unknown field top_k" in case["reason"] for case in folder.report()["cases"])
+    assert run(folder, "PlainAndWide", "fp32")[filters] == "fail"
