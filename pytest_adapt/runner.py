@@ -39,13 +39,14 @@ from pytest_adapt.stash import RUN, STATE, WHOLE
 from pytest_adapt.target.protocol import Deployment, TargetError
 from pytest_adapt.verdict.ladder import rung_of
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
-from pytest_adapt.verdict.status import Verdict, outcome, required, verdict_of
+from pytest_adapt.verdict.status import EXCUSES, Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
     from pytest_adapt.timebox import TimeBox
+    from pytest_adapt.verdict.judge import Judge
 
 __all__ = ["Runner", "print_matrix", "start"]
 
@@ -337,9 +338,9 @@ class Runner:
                 return result
             verdict: tuple[Status, str] | None = None
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
-            if isinstance(error, pytest.skip.Exception) and state.first is None:
+            verdict = self._kept_from_hiding(state, error) or _verdict(error)
+            if isinstance(error, pytest.skip.Exception) and verdict is None and state.first is None:
                 raise
-            verdict = _verdict(error)
             waiver = self.waivers.find(state.case) if verdict is None and self.waivers else None
             if verdict is None and waiver is None and state.first is None:
                 raise
@@ -475,9 +476,7 @@ class Runner:
         if judge is not None and judge.inconclusive:
             raise Verdict(Status.INCONCLUSIVE, judge.message())
         if judge is not None and judge.failures():
-            self._localise(state)
-            self.references.keep_observed(state)
-            raise Verdict(Status.FAIL, judge.message())
+            raise Verdict(*self._failed(state, judge))
         if proposed:
             raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
         if judge is None and state.suite:
@@ -487,6 +486,21 @@ class Runner:
                 Status.ERROR,
                 "the test compared nothing: the judge was not asked, or no prompt fitted, or no row was certain",
             )
+
+    def _failed(self, state: ItemState, judge: Judge) -> tuple[Status, str]:
+        self._localise(state)
+        self.references.keep_observed(state)
+        return Status.FAIL, judge.message()
+
+    def _kept_from_hiding(self, state: ItemState, error: BaseException) -> tuple[Status, str] | None:
+        """The failure of an item that ended otherwise after its judge had found one: a feature that is missing, or a
+        skip, excuses nothing that was compared before."""
+        judge, verdict = state.judge, verdict_of(error)
+        excuse = isinstance(error, pytest.skip.Exception) or (verdict is not None and verdict[0] in EXCUSES)
+        if judge is None or not excuse or judge.undecided or judge.inconclusive or not judge.failures():
+            return None
+        status, message = self._failed(state, judge)
+        return status, f"{message}\nthe item would have ended {verdict[0].value if verdict else 'skipped'}: {error}"
 
     def _localise(self, state: ItemState) -> None:
         failures = state.judge.failures()

@@ -7,8 +7,20 @@ from dataclasses import dataclass
 
 from pytest_adapt.verdict.result import RUNGS, Status
 
-__all__ = ["GREEN", "OUTCOMES", "REQUIREMENTS", "Requirement", "Verdict", "outcome", "required", "verdict_of"]
+__all__ = [
+    "EXCUSES",
+    "GREEN",
+    "OUTCOMES",
+    "REQUIREMENTS",
+    "Requirement",
+    "Verdict",
+    "outcome",
+    "required",
+    "verdict_of",
+]
 
+EXCUSES: frozenset[Status] = frozenset({Status.UNSUPPORTED, Status.UNKNOWN, Status.UNCHECKED, Status.INCONCLUSIVE})
+"""What an item may end with where something could not be judged; never where something was judged and failed."""
 GREEN: frozenset[Status] = frozenset({Status.PASS, Status.XFAIL, Status.WAIVED, Status.UNSUPPORTED})
 """Never a reason to fail a run."""
 

@@ -297,3 +297,28 @@ def test_an_index_of_records_that_cannot_be_read_is_a_verdict(folder: Folder, wr
     (case,) = folder.report()["cases"]
     assert case["status"] == "fail"
     assert "index.json: cannot be read as an index" in case["reason"]
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("excuse", ["raise Verdict(Status.UNSUPPORTED, 'no such feature')", "pytest.skip('not today')"])
+def test_an_excuse_hides_no_failure(folder: Folder, write: Write, excuse: str) -> None:
+    write(
+        test_mine=f"""
+        import pytest
+        from pytest_adapt.verdict.result import Status
+        from pytest_adapt.verdict.status import Verdict
+
+        def test_after_a_failure(target, judge):
+            judge.promise("colour", False, "red instead of blue")
+            {excuse}
+
+        def test_after_a_pass(target, judge):
+            judge.promise("colour", True)
+            {excuse}
+    """
+    )
+    assert folder.run("Oracle", FP32, "--adapt-models=qwen3-moe-odd", "test_mine.py").ret == 1
+    cases = {case["case"].partition("::test_")[2].partition("[")[0]: case for case in folder.report()["cases"]}
+    assert cases["after_a_failure"]["status"] == "fail"
+    assert "red instead of blue" in cases["after_a_failure"]["reason"]
+    assert cases["after_a_pass"]["status"] == "unsupported"
