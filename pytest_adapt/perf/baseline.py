@@ -1,0 +1,298 @@
+"""From ``--adapt-baseline`` to two sides: a git ref, a wheel, or another target's spec.
+
+A ref and a wheel are installed once below ``.adapt/gate/``, and so is the working tree that a ref is compared with: at
+paths of equal length, for the length of a path moves what lies behind it in memory, and that shows in times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pytest_adapt.perf.sides import Side, search_path
+from pytest_adapt.target.process import tail
+from pytest_adapt.target.protocol import TargetError
+from pytest_adapt.target.registry import Registry, TargetSpec
+
+__all__ = ["BaselineError", "Builder", "both_sides"]
+
+_SPEC = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9_-]*)(\[[^\]]*\])?(:.*)?", re.DOTALL)
+_WHEEL = re.compile(r"(?P<path>.+\.whl)(#sha256=(?P<digest>[0-9a-f]{64}))?")
+_Fill = Callable[[Path], None]
+_KEY = 16
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+
+class BaselineError(Exception):
+    """A baseline cannot be had; the message names it, the rule and the way out."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Installs the sides of a run. ``root`` is the user's rootdir, ``command`` the shell line that builds one side
+    ({source}, {site}); empty for pip, once for the project in ``source`` and once for each in a folder directly below."""
+
+    root: Path
+    command: str = ""
+
+    @property
+    def store(self) -> Path:
+        """Where builds lie, one folder a side and key."""
+        return self.root / ".adapt" / "gate"
+
+    def from_ref(self, commit: str, top: Path) -> Path:
+        """Folder ``side-a/KEY`` with the files of a commit in ``src`` and what they install in ``site``."""
+
+        def fill(source: Path) -> None:
+            archive = source.with_name("tree.tar")
+            _git(top, "archive", "--format=tar", f"--output={archive}", commit)
+            with tarfile.open(archive) as tree:
+                tree.extractall(source, filter="data")
+            archive.unlink()
+
+        return self._built("side-a", self._key(commit), fill)
+
+    def from_tree(self, top: Path) -> Path:
+        """The same of the working tree, changed and new files included, as ``side-b/KEY``."""
+        names = _git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+        files = sorted(name for name in set(names) if name and (top / name).is_file())
+        digest = hashlib.sha256()
+        for name in files:
+            digest.update(f"{name}\0{_digest_of(top / name)}\n".encode())
+
+        def fill(source: Path) -> None:
+            for name in files:
+                (source / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(top / name, source / name)
+
+        return self._built("side-b", self._key(digest.hexdigest()), fill)
+
+    def from_wheel(self, wheel: Path, digest: str) -> tuple[Path, Path]:
+        """(side-a with the wheel, side-b with what this interpreter imports under the same names)."""
+
+        def install(folder: Path) -> None:
+            _run([*_PIP, "--target", str(folder / "site"), str(wheel)], folder / "build.log", f"{wheel.name}")
+
+        a = self._once("side-a", digest[:_KEY], install)
+        names = sorted(
+            entry.stem
+            for entry in (a / "site").iterdir()
+            if not entry.name.endswith((".dist-info", ".data")) and entry.stem.isidentifier()
+        )
+        found = {name: _imported(name) for name in names}
+        told = hashlib.sha256()
+        for name, place in found.items():
+            for file in _files_of(place):
+                told.update(f"{name}\0{file.relative_to(place.parent)}\0{_digest_of(file)}\n".encode())
+
+        def copy(folder: Path) -> None:
+            (folder / "site").mkdir()
+            for place in found.values():
+                if place.is_dir():
+                    shutil.copytree(place, folder / "site" / place.name, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy2(place, folder / "site" / place.name)
+
+        return a, self._once("side-b", told.hexdigest()[:_KEY], copy)
+
+    def _key(self, of: str) -> str:
+        """The same sources, built otherwise or for another interpreter, are another build."""
+        parts = (of, self.command, sys.executable, sys.version)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY]
+
+    def _built(self, side: str, key: str, fill: _Fill) -> Path:
+        def make(folder: Path) -> None:
+            source, site = folder / "src", folder / "site"
+            source.mkdir()
+            site.mkdir()
+            fill(source)
+            if self.command:
+                line = self.command.replace("{source}", shlex.quote(str(source)))
+                _run(["/bin/sh", "-c", line.replace("{site}", shlex.quote(str(site)))], folder / "build.log", side)
+                return
+            for project in _projects(source):
+                isolated = ["--no-build-isolation"] if _can_build(project) else []
+                words = [*_PIP, *isolated, "--target", str(site), str(project)]
+                _run(words, folder / "build.log", f"{side}: {project.relative_to(source)}")
+
+        return self._once(side, key, make)
+
+    def _once(self, side: str, key: str, make: _Fill) -> Path:
+        """The folder of a build, made now where it is not there; a build that fails leaves nothing but its log."""
+        place = self.store / side / key
+        if place.is_dir():
+            return place
+        part = place.with_name(f"{key}.{os.getpid()}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            make(part)
+        except BaseException:
+            log = part / "build.log"
+            if log.is_file():
+                log.replace(self.store / f"{side}.log")
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        if not place.is_dir():
+            part.replace(place)
+        else:  # another run was quicker
+            shutil.rmtree(part, ignore_errors=True)
+        return place
+
+
+_PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+
+
+def both_sides(baseline: str, spec: TargetSpec, registry: Registry, builder: Builder) -> tuple[Side, Side]:
+    """(the baseline, the target) of a run. Raises BaselineError."""
+    root = builder.root
+    here = search_path()
+    if (found := _WHEEL.fullmatch(baseline)) is not None:
+        return _wheel_sides(root / found["path"], found["digest"] or "", spec, builder, here)
+    matched = _SPEC.fullmatch(baseline)
+    if matched is not None and matched["scheme"].lower() in registry.schemes:
+        try:
+            other = registry.resolve(baseline, rootdir=root, mode=spec.settings.mode)
+        except TargetError as error:
+            raise BaselineError(str(error)) from None
+        return Side(baseline, other, here), Side(spec.text, spec, here)
+    return _ref_sides(baseline, spec, registry, builder, here)
+
+
+def _wheel_sides(
+    wheel: Path, digest: str, spec: TargetSpec, builder: Builder, here: tuple[str, ...]
+) -> tuple[Side, Side]:
+    if not wheel.is_file():
+        raise BaselineError(
+            f"{wheel} does not exist; a baseline that ends in .whl is the path of a wheel, from rootdir"
+        )
+    found = _digest_of(wheel)
+    if digest and digest != found:
+        raise BaselineError(f"{wheel} has sha256 {found}, not the pinned one; it is another wheel than it was")
+    a, b = builder.from_wheel(wheel, found)
+    old = Side(f"{wheel.name} ({found[:8]})", spec, (str(a / "site"), *here), pinned=bool(digest))
+    return old, Side(f"{spec.text} as installed", spec, (str(b / "site"), *here))
+
+
+def _ref_sides(
+    ref: str, spec: TargetSpec, registry: Registry, builder: Builder, here: tuple[str, ...]
+) -> tuple[Side, Side]:
+    root = builder.root
+    try:
+        top = Path(_git(root, "rev-parse", "--show-toplevel").strip())
+        commit = _git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip()
+    except BaselineError:
+        known = ", ".join(registry.schemes)
+        raise BaselineError(
+            f"{ref!r} is no commit of the repository of {root}, no wheel (FILE.whl) and no target ({known}); "
+            "a shallow clone has no old commits: fetch them (git fetch --tags --unshallow)"
+        ) from None
+    a, b = builder.from_ref(commit, top), builder.from_tree(top)
+    pinned = _COMMIT.fullmatch(ref) is not None or _is_tag(top, ref)
+
+    def paths(place: Path) -> tuple[str, ...]:
+        site = [str(place / "site")] if any((place / "site").iterdir()) else []
+        return (*site, *(_moved(entry, top, place / "src") for entry in here))
+
+    name = commit[:8] if commit.startswith(ref) else f"{ref} ({commit[:8]})"
+    settings = {"a": spec, "b": spec}
+    for side, place in (("a", a), ("b", b)):
+        inside = Path(_moved(str(spec.settings.rootdir), top, place / "src"))
+        settings[side] = replace(spec, settings=replace(spec.settings, rootdir=inside))
+    return Side(name, settings["a"], paths(a), pinned=pinned), Side("the working tree", settings["b"], paths(b))
+
+
+def _moved(entry: str, top: Path, source: Path) -> str:
+    """A folder inside the repository, as it lies in a copy of it; any other stays. What git ignores (environments,
+    builds) is not copied and stays where it is."""
+    path = Path(entry)
+    if not path.is_relative_to(top.resolve()):
+        return entry
+    inside = source / path.relative_to(top.resolve())
+    return str(inside) if inside.is_dir() else entry
+
+
+def _is_tag(top: Path, ref: str) -> bool:
+    try:
+        _git(top, "rev-parse", "--verify", "--quiet", f"refs/tags/{ref}")
+    except BaselineError:
+        return False
+    return True
+
+
+def _projects(source: Path) -> list[Path]:
+    """The project in a source tree and those in folders directly below it."""
+    folders = [source, *sorted(entry for entry in source.iterdir() if entry.is_dir())]
+    found = []
+    for folder in folders:
+        file = folder / "pyproject.toml"
+        if file.is_file() and "build-system" in tomllib.loads(file.read_text(encoding="utf-8")):
+            found.append(folder)
+    return found
+
+
+def _can_build(project: Path) -> bool:
+    """Whether what a project builds with is installed here, so that nothing need be fetched."""
+    wanted = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["build-system"].get("requires", [])
+    for requirement in wanted:
+        name = re.match(r"[A-Za-z0-9._-]+", requirement)
+        try:
+            importlib.metadata.version(name[0] if name else requirement)
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    return True
+
+
+def _imported(name: str) -> Path:
+    """The package folder, or the file, that ``import name`` finds."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    places = list(found.submodule_search_locations or ()) if found else []
+    if places:
+        return Path(places[0])
+    if found is not None and found.origin and Path(found.origin).is_file():
+        return Path(found.origin)
+    raise BaselineError(f"the wheel has the module {name}, which is not installed here: there is nothing to compare")
+
+
+def _files_of(place: Path) -> Iterator[Path]:
+    if place.is_file():
+        yield place
+        return
+    yield from (file for file in sorted(place.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _git(where: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(where), *words], capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise BaselineError("a baseline that is a git ref needs git, which is not installed") from None
+    except subprocess.CalledProcessError as error:
+        raise BaselineError(f"git {' '.join(words)}: {error.stderr.strip() or error.returncode}") from None
+    return done.stdout
+
+
+def _run(words: Sequence[str], log: Path, what: str) -> None:
+    with log.open("ab") as file:
+        done = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise BaselineError(f"{what} cannot be built ({shlex.join(words)}: status {done.returncode})\n{tail(log)}")

@@ -1,0 +1,114 @@
+"""Which clock tells what a target costs, and what the machine did meanwhile.
+
+CPU time is the better clock by far on a shared machine, and it means something only where the target computes in the
+measuring process and in one thread: it misses what a server does, and what threads wait for. Both are seen, not declared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Clock", "Facts", "Machine", "choose_clock", "free_cores", "machine", "steal_since"]
+
+_MAIN_SHARE = 0.95
+"""Share of a process's CPU time that its main thread has where there is one thread that computes."""
+_BUSY_SHARE = 0.05
+"""A process that takes a smaller share of the wall clock than this does not compute: it waits for somebody who does."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a side was seen to do while it warmed up."""
+
+    kind: str
+    """engine or endpoint, as the target says."""
+    device: str
+    """cpu where the target does not say."""
+    children: int
+    """Processes that it started."""
+    cpu: int
+    """Nanoseconds of CPU time of the process."""
+    thread: int
+    """Of these, nanoseconds of its main thread."""
+    wall: int
+    """Nanoseconds of the wall clock."""
+
+    @classmethod
+    def of(cls, raw: Mapping[str, object]) -> Facts:
+        """From what a side process sent."""
+        numbers = {name: int(str(raw[name])) for name in ("children", "cpu", "thread", "wall")}
+        return cls(kind=str(raw["kind"]), device=str(raw["device"]), **numbers)
+
+    def against_cpu(self) -> str:
+        """Why CPU time does not tell the cost of this side; "" where it does."""
+        if self.kind != "engine":
+            return "it is a server"
+        if self.device != "cpu":
+            return f"it computes on {self.device}"
+        if self.children:
+            return f"it has {self.children} processes of its own"
+        if self.cpu < _BUSY_SHARE * self.wall:
+            return "it computes elsewhere"
+        if self.thread < _MAIN_SHARE * self.cpu:
+            return "several threads compute"
+        return ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock that gates a benchmark, and why it is that one."""
+
+    name: str
+    """cpu or wall."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} time ({self.why})"
+
+
+def choose_clock(a: Facts, b: Facts) -> Clock:
+    """CPU time where it tells the cost of both sides, else interleaved wall time."""
+    for side, facts in (("the baseline", a), ("the target", b)):
+        if reason := facts.against_cpu():
+            return Clock("wall", f"{side}: {reason}")
+    return Clock("cpu", "one thread of the measuring process computes")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How busy the machine was at one moment."""
+
+    load: float
+    """Processes that ran or waited, over the last minute."""
+    cores: int
+    steal: int
+    total: int
+    """Ticks of all cores since boot: taken by the host, and altogether (0 where the system does not say)."""
+
+    def __str__(self) -> str:
+        return f"load average {self.load:.1f} on {self.cores} cores"
+
+
+def machine(stat: Path = Path("/proc/stat")) -> Machine:
+    """The machine now."""
+    try:
+        ticks = [int(word) for word in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        ticks = []
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    steal = ticks[7] if len(ticks) == 8 else 0
+    return Machine(load, os.cpu_count() or 1, steal, sum(ticks))
+
+
+def steal_since(before: Machine, after: Machine) -> float:
+    """Share of the machine's time between two moments that its host gave to others."""
+    passed = after.total - before.total
+    return (after.steal - before.steal) / passed if passed > 0 else 0.0
+
+
+def free_cores() -> Sequence[int]:
+    """Cores that this process may run on, in order; empty where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
