@@ -230,6 +230,18 @@ class OpenTarget:
         except TargetError as error:
             raise Verdict(Status.FAIL, str(error)) from None
 
+    def profile(self, what: str) -> bool:
+        """Ask the target to sum up its operations from now on (`what` is time, counts or off); its `stats` tell the sums.
+        False where it has no such control."""
+        control = getattr(self._opened.target, "control", None)
+        if control is None:
+            return False
+        try:
+            control("profile", what=what)
+        except Exception:  # a target that lacks it says so in its own way
+            return False
+        return True
+
     @property
     def in_process(self) -> bool:
         """Whether it computes on this machine's CPU, as far as it says: an engine that names no other device."""

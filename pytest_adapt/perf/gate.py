@@ -181,7 +181,9 @@ class Gate:
             return ""
         worst = max(found, key=lambda case: found[case].error)
         least = LEAST + _POWER * found[worst].error
-        return f"a slowdown of {math.expm1(least):.0%} would have been suspected in 19 of 20 runs, {worst} being the worst"
+        return (
+            f"a slowdown of {math.expm1(least):.0%} would have been suspected in 19 of 20 runs, {worst} being the worst"
+        )
 
     def summary(self) -> list[str]:
         """Three lines for the end of a run."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.builtin_ops import BuiltinOps
+from pytest_adapt.target.builtin_profile import OpProfile
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError, UnsupportedDeployment
 from pytest_adapt.target.seams import BuiltinSeams
 from pytest_adapt.target.threads import calm_openmp, fair_threads
@@ -60,6 +61,7 @@ class BuiltinTarget:
         self._reader: Tokenizer | None = None
         self._aborts: deque[str] = deque()
         self._ops: BuiltinOps | None = None
+        self._profile = OpProfile(())
         self.engine: Engine | None = None
         self.seams = BuiltinSeams()
         """Where `pytest_adapt.faults` are put in."""
@@ -111,8 +113,10 @@ class BuiltinTarget:
             raise TargetError(f"builtin: {error}") from error
         self.seams.attach(self.engine)
         self._ops = BuiltinOps(self.engine.kernels_registry)
+        self._profile = OpProfile(self.engine.executor.registries)
         self._deployment, self._eos = deployment, _end_tokens(Path(deployment.model))
-        report, counts = self.engine.load_report, Counter(self.engine.kernels().values())
+        report, kernels = self.engine.load_report, self.engine.kernels()
+        counts = Counter(kernels.values())
         return Info(
             name="adapt-engine",
             version=__version__,
@@ -134,6 +138,7 @@ class BuiltinTarget:
                 "mode": self._settings.mode,
                 "ranks": f"{self.engine.layout.world}{' processes' if gloo else ''}",
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
+                "native_ops": " ".join(sorted(op for op, name in kernels.items() if name.startswith("native"))),
             },
             load={
                 "seconds": report.seconds,
@@ -163,7 +168,9 @@ class BuiltinTarget:
             while engine.busy:
                 while self._aborts:
                     engine.abort(self._aborts.popleft())
-                for update in engine.step():
+                with self._profile.watching():
+                    updates = engine.step()
+                for update in updates:
                     now = time.perf_counter() - given[update.id]
                     if update.tokens:
                         first.setdefault(update.id, now)
@@ -180,14 +187,34 @@ class BuiltinTarget:
         """``control("abort", id=...)``: end a request of the run in progress before its next step.
 
         It is answered with finish ``abort`` and the tokens it has by then; an id that is not in flight is ignored.
-        May be called from another thread than the one that runs. Raises TargetError for any other name.
+        May be called from another thread than the one that runs.
+
+        ``control("profile", what="time" | "counts" | "off", clock="cpu" | "wall")``: what runs from now on is summed by
+        operation, and `stats` tells the sums. Raises TargetError for any other name, and where ranks have processes.
         """
+        if name == "profile" and "what" in arguments and set(arguments) <= {"what", "clock"}:
+            self._control_profile(**arguments)
+            return
         if name != "abort" or set(arguments) != {"id"}:
-            raise TargetError(f"builtin: no control {name}({', '.join(arguments)}); there is abort(id)")
+            raise TargetError(
+                f"builtin: no control {name}({', '.join(arguments)}); there is abort(id), and profile(what, clock)"
+            )
         self._aborts.append(str(arguments["id"]))
+
+    def _control_profile(self, what: str, clock: str = "wall") -> None:
+        if what == "off":
+            self._profile.stop()
+            return
+        if self.engine is None or self.engine.options.communicator == "gloo":
+            raise TargetError("builtin: operations of ranks in processes are not profiled; use virtual ranks")
+        try:
+            self._profile.start(what, clock)
+        except ValueError as error:
+            raise TargetError(f"builtin: {error}") from error
 
     def close(self) -> None:
         engine, self.engine, self._reader, self._ops = self.engine, None, None, None
+        self._profile.stop()
         self.seams.detach()
         if engine is not None:
             engine.close()
@@ -208,8 +235,8 @@ class BuiltinTarget:
         return str(self._tokenizer().decode(ids))
 
     def stats(self) -> dict[str, float]:
-        """Counters of the engine since it was opened."""
-        return {} if self.engine is None else self.engine.stats()
+        """Counters of the engine since it was opened, and the sums of a profile that was on meanwhile."""
+        return {} if self.engine is None else {**self.engine.stats(), **self._profile.counters()}
 
     def peak_memory(self, reset: bool = False) -> int | None:
         """Largest resident size of this process since the last reset, in bytes; None where ranks have their own."""

@@ -1,0 +1,223 @@
+"""Counters on record: what each load cost a target in whole numbers, kept like golden records.
+
+One file a target (``counters/NAME.json`` in the shipped store or in the user's own), one line a case, sorted, so that a
+change is one line of a diff. A run only reads it: what it proposes lies below ``.adapt/pending/counters`` until a person
+accepts it (``python -m pytest_adapt counters``). Provenance stands beside the numbers; the same numbers, recorded again,
+change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BUILD", "Change", "Ledger", "LedgerError", "Proposal", "Row", "accept", "changes", "pending", "propose"]
+
+SCHEMA = 1
+FOLDER = "counters"
+BUILD = ("torch", "transformers", "native_ops")
+"""Entries of a target's environment that say how it was built."""
+_OF_BUILD = ("op.", "framework.")
+"""Counters that are compared only where the target is built as it was when they were recorded."""
+_MANY = 0.2
+"""More than this share of a ledger at once is a change of everything, not of something."""
+
+
+class LedgerError(Exception):
+    """Counters cannot be read or taken in; the message is one line with the way out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: ``key`` is model, layout, precision and load, joined by spaces."""
+
+    key: str
+    counters: Mapping[str, int]
+    build: Mapping[str, str]
+    """The entries of `BUILD` of the target that was counted."""
+    spec: str = ""
+    """Hash of the model's specification; "" for a directory of the user's."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def load(self) -> str:
+        return self.key.rsplit(" ", 1)[-1]
+
+    @property
+    def cell(self) -> str:
+        """Model, layout and precision."""
+        return self.key.rsplit(" ", 1)[0]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One counter that is not what it was; None where there is none."""
+
+    name: str
+    before: int | None
+    after: int | None
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.name} is new: {self.after}"
+        if self.after is None:
+            return f"{self.name} is gone, it was {self.before}"
+        share = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
+        return f"{self.name} {self.before} -> {self.after}{share}"
+
+
+def changes(recorded: Row, found: Row) -> tuple[list[Change], str]:
+    """(what differs, by name; what was not compared and why, "" for nothing)."""
+    rebuilt = dict(recorded.build) != dict(found.build)
+    names = sorted(recorded.counters.keys() | found.counters.keys())
+    compared = [name for name in names if not (rebuilt and name.startswith(_OF_BUILD))]
+    differing = [
+        Change(name, recorded.counters.get(name), found.counters.get(name))
+        for name in compared
+        if recorded.counters.get(name) != found.counters.get(name)
+    ]
+    left = len(names) - len(compared)
+    if not left:
+        return differing, ""
+    moved = sorted(
+        name for name in {*recorded.build, *found.build} if recorded.build.get(name) != found.build.get(name)
+    )
+    told = ", ".join(
+        f"{name} {recorded.build.get(name, 'none')!r} -> {found.build.get(name, 'none')!r}" for name in moved
+    )
+    return differing, f"{left} counters of operations and framework not compared: recorded with another build ({told})"
+
+
+@dataclass
+class Ledger:
+    """The counters of one target."""
+
+    path: Path
+    target: str
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, folders: Iterable[Path], target: str) -> Ledger | None:
+        """The ledger of a target in the first of these stores that has one. Raises LedgerError."""
+        for folder in folders:
+            path = cls.place(folder, target)
+            if path.is_file():
+                return cls.read(path)
+        return None
+
+    @classmethod
+    def place(cls, folder: Path, target: str) -> Path:
+        """Where a store keeps the counters of a target."""
+        name = "".join(char if char.isalnum() or char in "._-" else "_" for char in target)
+        return folder / FOLDER / f"{name}.json"
+
+    @classmethod
+    def read(cls, path: Path) -> Ledger:
+        """Raises LedgerError for a file that cannot be read."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["schema"] != SCHEMA:
+                raise LedgerError(f"{path}: schema {raw['schema']!r}, this version reads {SCHEMA}; record it again")
+            rows = [Row(**one) for one in raw["cases"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise LedgerError(
+                f"{path}: cannot be read as counters ({error!r}); restore it from version control"
+            ) from None
+        return cls(path, str(raw["target"]), {row.key: row for row in rows})
+
+    def write(self) -> None:
+        """In one step, sorted, one line a case."""
+        lines = [json.dumps(asdict(self.rows[key]), sort_keys=True) for key in sorted(self.rows)]
+        head = f'{{"schema": {SCHEMA}, "target": {json.dumps(self.target)}, "cases": ['
+        text = "\n".join([head, ",\n".join(lines), "]}", ""])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        part.write_text(text, encoding="utf-8")
+        part.replace(self.path)
+
+    def gone(self, cell: str, loads: Iterable[str]) -> list[Row]:
+        """Rows of a cell whose load nobody runs any more."""
+        known = set(loads)
+        return [row for row in self.rows.values() if row.cell == cell and row.load not in known]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Counters that a run proposes. ``kind``: new (there were none) or update."""
+
+    target: str
+    kind: str
+    row: Row
+    case: str
+    reason: str
+    path: Path = Path()
+
+
+def propose(folder: Path, one: Proposal) -> Path:
+    """Leave a proposal below ``folder`` (``.adapt/pending``): a file for each target and case, replaced in one step."""
+    digest = hashlib.sha256(f"{one.target}\0{one.row.key}".encode()).hexdigest()[:16]
+    path = folder / FOLDER / f"{digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = asdict(one)
+    del raw["path"]
+    part = path.with_name(f".{digest}.{os.getpid()}")
+    part.write_text(json.dumps(raw, sort_keys=True, indent=1), encoding="utf-8")
+    part.replace(path)
+    return path
+
+
+def pending(folder: Path) -> list[Proposal]:
+    """All proposals below ``folder``, by target and case. Raises LedgerError for a file that cannot be read."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("[0-9a-f]*.json")):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Proposal(**{**raw, "row": Row(**raw["row"]), "path": path}))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise LedgerError(f"{path}: no proposal of counters ({error!r}); delete it") from None
+    return sorted(found, key=lambda one: (one.target, one.row.key))
+
+
+def accept(
+    folder: Path,
+    chosen: Sequence[Proposal],
+    provenance: Mapping[str, Any],
+    *,
+    allow_many: bool = False,
+    allow_dirty: bool = False,
+) -> list[str]:
+    """Take proposals into the store in ``folder`` and delete them; what happened, one line each. Raises LedgerError before
+    anything is written."""
+    if provenance.get("dirty") and not allow_dirty:
+        raise LedgerError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
+    ledgers: dict[str, Ledger] = {}
+    said = []
+    for one in chosen:
+        path = Ledger.place(folder, one.target)
+        if one.target not in ledgers:
+            ledgers[one.target] = Ledger.read(path) if path.is_file() else Ledger(path, one.target)
+    for target, ledger in ledgers.items():
+        changing = [one for one in chosen if one.target == target and one.row.key in ledger.rows]
+        if len(changing) > max(1, _MANY * len(ledger.rows)) and not allow_many:
+            raise LedgerError(
+                f"{len(changing)} of {len(ledger.rows)} cases of {target} would change at once; --allow-many if all should"
+            )
+    for one in chosen:
+        rows = ledgers[one.target].rows
+        before = rows.get(one.row.key)
+        if before is not None and (before.counters, before.build) == (one.row.counters, one.row.build):
+            said.append(f"{one.target} {one.row.key}: same")
+            continue
+        told = {**provenance, "proposed": one.reason}
+        rows[one.row.key] = Row(one.row.key, one.row.counters, one.row.build, one.row.spec, told)
+        said.append(f"{one.target} {one.row.key}: {'new' if before is None else 'changed'}")
+    for ledger in ledgers.values():
+        ledger.write()
+    for one in chosen:
+        one.path.unlink(missing_ok=True)
+    return said
