@@ -13,6 +13,8 @@ COMMANDS = {
     "goldens": ("pytest_adapt.golden.cli", "review, accept, reject, list, prune and verify golden records"),
     "coverage": ("pytest_adapt.audit.coverage", "requirement -> tests -> faults that prove them -> last status"),
     "lint": ("pytest_adapt.audit.lint", "requirement numbers, waivers, golden records and budgets, without a run"),
+    "counters": ("pytest_adapt.perf.ledger_cli", "list, accept, reject and verify the counters on record"),
+    "trend": ("pytest_adapt.perf.trend_cli", "how ratios to the baseline moved over many runs of the gate"),
     "headroom": ("pytest_adapt.audit.headroom", "how much of its budget each cell used, run after run"),
     "faults": ("pytest_adapt.faults.cli", "list the injectable faults; what the suites see of each"),
     "diagnose": ("pytest_adapt.verdict.diagnose_cli", "which known faults a failed run looks like"),

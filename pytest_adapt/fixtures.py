@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "context_length",
     "deployment",
+    "gate",
     "judge",
     "layout",
     "model",
@@ -106,3 +107,9 @@ def stopwatch(request: pytest.FixtureRequest) -> Any:
     _runner(request)
     found = request.getfixturevalue("benchmark") if request.config.pluginmanager.hasplugin("benchmark") else None
     return Stopwatch(found if getattr(found, "enabled", False) else None)
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Any:
+    """What a load costs, against what is on record (``counters``) or against a baseline (``times``, ``instructions``)."""
+    return _runner(request).gating.asked_by(request.node)

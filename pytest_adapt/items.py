@@ -33,7 +33,18 @@ __all__ = [
     "uses_fixtures",
 ]
 
-FIXTURES = ("model", "layout", "precision", "context_length", "deployment", "target", "reference", "judge", "stopwatch")
+FIXTURES = (
+    "model",
+    "layout",
+    "precision",
+    "context_length",
+    "deployment",
+    "target",
+    "reference",
+    "judge",
+    "stopwatch",
+    "gate",
+)
 
 
 CASE = "adapt_case"

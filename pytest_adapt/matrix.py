@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AXES",
     "PROFILES",
+    "TIERS",
     "Cell",
     "Mark",
     "Matrix",
@@ -38,6 +39,8 @@ __all__ = [
 
 AXES: tuple[str, ...] = ("model", "layout", "precision", "context_length")
 PRECISIONS: tuple[str, ...] = ("fp32", "bf16", "fp16")
+TIERS: tuple[str, ...] = ("counters", "times", "instructions")
+"""Of the performance gate; the last two run only where it is asked for."""
 RESERVE = 128
 """Tokens of output that a deployment accepts beyond its longest context."""
 LEAST_CONTEXT = 512
@@ -169,6 +172,8 @@ class Mark:
     """For --adapt-plan: requests per prompt."""
     tokens: int = 0
     """For --adapt-plan: longest prompt that is used; 0 for the context."""
+    tier: str = ""
+    """Of the performance gate: counters (in every run), or times or instructions (with --adapt-gate alone)."""
 
     @property
     def settings(self) -> tuple[tuple[str, int], ...]:
@@ -400,6 +405,7 @@ def read_mark(marks: Iterable[pytest.Mark], where: str) -> Mark:
         ("needs", made.needs, OBSERVABLES),
         ("profile", (made.profile,), tuple(PROFILES)),
         ("precisions", made.precisions, PRECISIONS),
+        ("tier", (made.tier or "counters",), TIERS),
     ):
         for value in values:
             if value not in allowed:

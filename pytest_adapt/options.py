@@ -117,6 +117,22 @@ OPTIONS: tuple[Option, ...] = (
     Option("strength", "settings that must meet somewhere in a time box", "2", "N", ("2", "3")),
     Option("op", "repeat one case of one operator, as a failure of the suite operators prints it", "", "CASE"),
     Option("inject", "put one fault into the built-in engine", "", "ID"),
+    Option(
+        "gate",
+        "compare what the target costs with a baseline, in place of the suites: paired times, instruction counts, or both",
+        "",
+        "TIER",
+        ("times", "instructions", "all"),
+        alone="times",
+    ),
+    Option("baseline", "what --adapt-gate compares with; pin it", "", "GIT REF|FILE.whl|SPEC"),
+    Option(
+        "gate_build",
+        "shell line that builds one side of a git ref ({source}, {site}); default: pip, each project of the repository",
+        "",
+        "SHELL LINE",
+        command_line=False,
+    ),
     Option("timeout", "seconds that one item may wait for the target", 600.0, "SECONDS", kind="seconds"),
     Option("report", "directory of report.json; default .adapt/report under rootdir", "", "DIR"),
     Option("dump", "write the answers of failing items to this directory", "", "DIR"),
@@ -172,6 +188,10 @@ class Settings:
     timeout: float = 600.0
     report: str = ""
     dump: str = ""
+    gate: str = ""
+    """times, instructions or all; "" for no gate."""
+    baseline: str = ""
+    gate_build: str = ""
     selftest: str = ""
     """Faults (ids, or patterns such as RT*) whose detection is measured; "all" for every one, "" for none."""
     plan: bool = False
@@ -182,7 +202,7 @@ class Settings:
 
     def arguments(self, *, without: tuple[str, ...] = ()) -> list[str]:
         """Command-line arguments that give these settings again (what a report needs to repeat a case)."""
-        skipped = {"plan", "matrix", "report", "dump", "waivers", "selftest", *without}
+        skipped = {"plan", "matrix", "report", "dump", "waivers", "selftest", "gate_build", *without}
         words = []
         for option in OPTIONS:
             value = getattr(self, option.name)
@@ -294,6 +314,7 @@ def read_settings(config: pytest.Config) -> Settings:
     values["prompt"] = _prompt(values["prompt"])
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
+    _check_gate(settings)
     for name in ("report", "dump"):
         _check_writable(f"--adapt-{name}", getattr(settings, name), Path(config.invocation_params.dir))
     if not hasattr(config, "workerinput"):
@@ -448,6 +469,15 @@ def _check_writable(flag: str, value: str, start: Path) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         what = "may not be written" if nearest.is_dir() else "is a file"
         raise pytest.UsageError(f"{flag}={value}: {nearest} {what}; name a directory that can be made and written")
+
+
+def _check_gate(settings: Settings) -> None:
+    if settings.gate and not settings.baseline:
+        raise pytest.UsageError(
+            "--adapt-gate needs --adapt-baseline=REF (a git tag or commit), FILE.whl or SPEC: what to compare with"
+        )
+    if settings.baseline and not settings.gate and settings.sources.get("baseline") != "ini file":
+        raise pytest.UsageError(f"--adapt-baseline={settings.baseline} does nothing without --adapt-gate")
 
 
 def _check_goldens(settings: Settings, config: pytest.Config) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pytest_adapt.fixtures import (
     context_length,
     deployment,
+    gate,
     judge,
     layout,
     model,
@@ -27,6 +28,7 @@ from pytest_adapt.stash import WHOLE
 __all__ = [
     "context_length",
     "deployment",
+    "gate",
     "judge",
     "layout",
     "model",
@@ -39,9 +41,10 @@ __all__ = [
 MARKERS = (
     "requirement(number, ...): numbers of the requirements that this test proves.",
     "adapt(rung=None, needs=(), features={}, profile='smoke', required=True, blocks=False, classes=(), models=(), "
-    "layouts=(), precisions=(), contexts=(), first=False, requests=1, tokens=0): a conformance test: "
+    "layouts=(), precisions=(), contexts=(), first=False, requests=1, tokens=0, tier=''): a conformance test: "
     "its rung on the ladder, the observables of which one must be shown, the features to deploy with, the smallest "
-    "profile that runs it, whether the rest of its deployment waits for it, and which rows of the matrix it takes.",
+    "profile that runs it, whether the rest of its deployment waits for it, which rows of the matrix it takes, and its "
+    "tier of the performance gate.",
     "adapt_serial: measures time; deferred under xdist.",
 )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt import shipped
+from pytest_adapt.gating import Gating, baseline_of
 from pytest_adapt.handle import ModelHandle
 from pytest_adapt.heartbeat import Heartbeat
 from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
@@ -39,10 +40,11 @@ from pytest_adapt.stash import RUN, STATE, WHOLE
 from pytest_adapt.target.protocol import Deployment, TargetError
 from pytest_adapt.verdict.ladder import rung_of
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
-from pytest_adapt.verdict.status import EXCUSES, Verdict, outcome, required, verdict_of
+from pytest_adapt.verdict.status import EXCUSES, TIMED, Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
     from pytest_adapt.matrix import Model
+    from pytest_adapt.perf.baseline import Baseline
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
     from pytest_adapt.timebox import TimeBox
@@ -55,14 +57,14 @@ _NARROWING = ("models", "layouts", "precisions", "contexts", "observables")
 
 def start(config: pytest.Config) -> None:
     """Resolve options and target, and register the active hooks. Raises pytest.UsageError."""
-    settings, spec, matrix = _resolve(config)
+    settings, spec, matrix, baseline = _resolve(config)
     _share_cores()
     if settings.selftest:
         from pytest_adapt.selftest.runner import start as start_selftest
 
         start_selftest(config, settings)
         return
-    runner = Runner(config, settings, spec, matrix)
+    runner = Runner(config, settings, spec, matrix, baseline)
     config.stash[RUN] = runner
     config.pluginmanager.register(runner, "adapt-runner")
     if not hasattr(config, "workerinput"):
@@ -87,7 +89,7 @@ def print_matrix(config: pytest.Config) -> int:
     return 0
 
 
-def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix]:
+def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix, Baseline | None]:
     from pytest_adapt.target.registry import builtin_registry
 
     settings = read_settings(config)
@@ -114,13 +116,20 @@ def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix]:
         except CaseError as error:
             raise pytest.UsageError(f"--adapt-op: {error}") from None
         settings = replace(settings, precisions=(case.precision,))
-    return settings, spec, make_matrix(settings, spec)
+    return settings, spec, make_matrix(settings, spec), baseline_of(config, settings, spec, registry)
 
 
 class Runner:
     """State and hooks of one active run (on each xdist worker and on the controller)."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, spec: TargetSpec, matrix: Matrix) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        spec: TargetSpec,
+        matrix: Matrix,
+        baseline: Baseline | None = None,
+    ) -> None:
         from pytest_adapt.verdict.waiver import read_waivers
 
         self.config = config
@@ -135,6 +144,7 @@ class Runner:
         self.collector = Collector(self)
         self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
+        self.gating = Gating(self, baseline)
         self.make_handle: Callable[[Model, Path], ModelHandle] = ModelHandle
         self.under_xdist = hasattr(config, "workerinput")
         started: dict[str, Any] = getattr(config, "workerinput", {})
@@ -241,6 +251,7 @@ class Runner:
         if gone:
             config.hook.pytest_deselected(items=gone)
         items[:] = [*others, *kept]
+        self.gating.items = kept
         self._cells = sorted(cells, key=lambda cell: _cell_key(cell, order))
 
     def _boxed(self, items: list[pytest.Item], gone: list[pytest.Item]) -> list[pytest.Item]:
@@ -378,6 +389,7 @@ class Runner:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.host.close()
         self.references.close()
+        self.gating.close()
         if self.under_xdist:
             self.config.workeroutput["adapt"] = self.collector.outgoing()  # type: ignore[attr-defined]
 
@@ -461,7 +473,9 @@ class Runner:
         if self.host.fatal:
             return Verdict(Status.BLOCKED, f"the target cannot be used: {self.host.fatal.partition(chr(10))[0]}")
         if state.serial and self.under_xdist:
-            return Verdict(Status.DEFERRED, f"measures time; run it without xdist: {self.command_of(state)}")
+            return Verdict(Status.DEFERRED, f"{TIMED}: {self.command_of(state)}")
+        if left := self.gating.left_for_later(state.mark.tier):
+            return Verdict(Status.DEFERRED, left, optional=True)
         cell = state.cell
         cause = self._blocked.get((cell.model, cell.layout, cell.precision)) if cell is not None else None
         return Verdict(Status.BLOCKED, f"not run after {cause}") if cause else None
@@ -563,6 +577,8 @@ class Runner:
         model = self.matrix.models.get(state.cell.model) if state.cell else None
         if not state.mark.required:
             return False
+        if self.settings.gate and state.mark.tier:
+            return True
         entry = model.entry if model else None
         return required(
             self.kind,
@@ -597,7 +613,10 @@ class Runner:
         return self._marks[id(marker)][1]
 
     def _left_out(self, mark: Mark) -> bool:
-        """Whether the profile is too small for a test."""
+        """Whether the profile is too small for a test, or this run is the gate's and the test is not, or the other way
+        round. Counters are part of both."""
+        if mark.tier in ("times", "instructions") and not self.settings.gate or self.settings.gate and not mark.tier:
+            return True
         sizes = list(PROFILES)
         return sizes.index(mark.profile) > sizes.index(self.settings.profile)
 

@@ -19,6 +19,7 @@ from pytest_adapt.covering import Candidate, Selection, select, shown_duration
 from pytest_adapt.layout import AXES, parse
 from pytest_adapt.matrix import declined
 from pytest_adapt.stash import STATE
+from pytest_adapt.verdict.status import PASSED
 
 if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
@@ -151,7 +152,7 @@ def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: fl
     measured = {
         case.case: round(max(0.0, case.seconds - case.open_seconds), 4)
         for case in cases
-        if case.status in ("pass", "fail")
+        if case.status in PASSED or case.status == "fail"
     }
     if not measured:
         return

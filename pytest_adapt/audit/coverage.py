@@ -25,6 +25,10 @@ _CACHE = Path(".pytest_cache/v/cache/lastfailed")
 _MATRIX = Path(__file__).resolve().parent.parent / "faults" / "kill_matrix.json"
 # Worst first: one red case of a test makes the test red.
 _ORDER = ("fail", "pass", "skip")
+_OUTCOMES = {
+    **dict.fromkeys(("pass", "same", "improvement", "waived", "xfail"), "pass"),
+    "unsupported": "skip",
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def read_outcomes(every: Sequence[Claim], report: Path, junit: Iterable[Path], c
     found = Outcomes({}, [])
     if report.is_file():
         for case in _report_cases(report):
-            outcome = {"pass": "pass", "waived": "pass", "xfail": "pass", "unsupported": "skip"}.get(case["status"])
+            outcome = _OUTCOMES.get(case["status"])
             red = "fail" if case.get("required", True) or case["status"] in ("fail", "error") else "skip"
             found.add(str(case["case"]).partition("[")[0], outcome or red)
         found.notes.append(f"suites: {report}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["CountedSeams", "Fault", "Operation", "Seams", "UnknownFault", "Wrapper", "catalogue", "get"]
+__all__ = ["CountedSeams", "Fault", "Operation", "Seams", "UnknownFault", "Wrapper", "catalogue", "get", "plant"]
 
 Operation = Callable[..., Any]
 Wrapper = Callable[[Operation], Operation]
@@ -170,8 +170,16 @@ def catalogue() -> Mapping[str, Fault]:
 
 
 def get(identifier: str) -> Fault:
-    """The fault with this id. Raises UnknownFault naming the known ones."""
-    known = catalogue()
+    """The fault with this id: of the catalogue, or one of those that only a baseline shows (`slowness`). Raises
+    UnknownFault naming the known ones."""
+    from pytest_adapt.faults.slowness import SLOWDOWNS
+
+    known = {**catalogue(), **SLOWDOWNS}
     if identifier not in known:
         raise UnknownFault(f"no fault {identifier!r}; known: {', '.join(known)}")
     return known[identifier]
+
+
+def plant(seams: Seams, identifier: str) -> None:
+    """Put the fault with this id into a target's seams. Raises UnknownFault."""
+    get(identifier).install(seams)

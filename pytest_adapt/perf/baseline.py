@@ -26,7 +26,7 @@ from pytest_adapt.target.process import tail
 from pytest_adapt.target.protocol import TargetError
 from pytest_adapt.target.registry import Registry, TargetSpec
 
-__all__ = ["BaselineError", "Builder", "both_sides"]
+__all__ = ["Baseline", "BaselineError", "Builder", "resolve_baseline"]
 
 _SPEC = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9_-]*)(\[[^\]]*\])?(:.*)?", re.DOTALL)
 _WHEEL = re.compile(r"(?P<path>.+\.whl)(#sha256=(?P<digest>[0-9a-f]{64}))?")
@@ -155,63 +155,76 @@ class Builder:
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
 
 
-def both_sides(baseline: str, spec: TargetSpec, registry: Registry, builder: Builder) -> tuple[Side, Side]:
-    """(the baseline, the target) of a run. Raises BaselineError."""
-    root = builder.root
-    here = search_path()
-    if (found := _WHEEL.fullmatch(baseline)) is not None:
-        return _wheel_sides(root / found["path"], found["digest"] or "", spec, builder, here)
-    matched = _SPEC.fullmatch(baseline)
+@dataclass(frozen=True)
+class Baseline:
+    """A baseline that exists. `sides` has it installed, which may take a minute."""
+
+    label: str
+    """For people."""
+    pinned: bool
+    """Whether the same words mean the same code tomorrow: a commit, a tag, a wheel with its hash, a target's spec. A
+    branch moves: a regression that lands on it is compared with itself from then on."""
+    spec: TargetSpec
+    """Of the target that stands against it."""
+    other: TargetSpec | None = None
+    """Of the baseline, where it is a target of its own."""
+    wheel: Path | None = None
+    digest: str = ""
+    """SHA-256 of the wheel."""
+    top: Path = Path()
+    commit: str = ""
+    """Of the repository at ``top``."""
+
+    def sides(self, builder: Builder) -> tuple[Side, Side]:
+        """(the baseline, the target). Raises BaselineError where one cannot be built."""
+        here = search_path()
+        if self.other is not None:
+            return Side(self.label, self.other, here), Side(self.spec.text, self.spec, here)
+        if self.wheel is not None:
+            a, b = builder.from_wheel(self.wheel, self.digest)
+            old = Side(self.label, self.spec, (str(a / "site"), *here))
+            return old, Side(f"{self.spec.text} as installed", self.spec, (str(b / "site"), *here))
+        a, b = builder.from_ref(self.commit, self.top), builder.from_tree(self.top)
+        return self._side(self.label, a, here), self._side("the working tree", b, here)
+
+    def _side(self, label: str, place: Path, here: Sequence[str]) -> Side:
+        """A side that finds what was installed first, and in place of folders of the repository those of its copy."""
+        site = [str(place / "site")] if any((place / "site").iterdir()) else []
+        paths = (*site, *(_moved(entry, self.top, place / "src") for entry in here))
+        inside = Path(_moved(str(self.spec.settings.rootdir), self.top, place / "src"))
+        return Side(label, replace(self.spec, settings=replace(self.spec.settings, rootdir=inside)), paths)
+
+
+def resolve_baseline(text: str, spec: TargetSpec, registry: Registry, root: Path) -> Baseline:
+    """What ``text`` means, in this order: a wheel (FILE.whl, with #sha256=... pinned), a target's spec, a git ref of the
+    repository that ``root`` lies in. Raises BaselineError."""
+    if (found := _WHEEL.fullmatch(text)) is not None:
+        wheel, digest = root / found["path"], found["digest"] or ""
+        if not wheel.is_file():
+            raise BaselineError(f"{wheel} does not exist; what ends in .whl is the path of a wheel, from rootdir")
+        told = _digest_of(wheel)
+        if digest and digest != told:
+            raise BaselineError(f"{wheel} has sha256 {told}, not the pinned one; it is another wheel than it was")
+        return Baseline(f"{wheel.name} ({told[:8]})", bool(digest), spec, wheel=wheel, digest=told)
+    matched = _SPEC.fullmatch(text)
     if matched is not None and matched["scheme"].lower() in registry.schemes:
         try:
-            other = registry.resolve(baseline, rootdir=root, mode=spec.settings.mode)
+            other = registry.resolve(text, rootdir=root, mode=spec.settings.mode)
         except TargetError as error:
             raise BaselineError(str(error)) from None
-        return Side(baseline, other, here), Side(spec.text, spec, here)
-    return _ref_sides(baseline, spec, registry, builder, here)
-
-
-def _wheel_sides(
-    wheel: Path, digest: str, spec: TargetSpec, builder: Builder, here: tuple[str, ...]
-) -> tuple[Side, Side]:
-    if not wheel.is_file():
-        raise BaselineError(
-            f"{wheel} does not exist; a baseline that ends in .whl is the path of a wheel, from rootdir"
-        )
-    found = _digest_of(wheel)
-    if digest and digest != found:
-        raise BaselineError(f"{wheel} has sha256 {found}, not the pinned one; it is another wheel than it was")
-    a, b = builder.from_wheel(wheel, found)
-    old = Side(f"{wheel.name} ({found[:8]})", spec, (str(a / "site"), *here), pinned=bool(digest))
-    return old, Side(f"{spec.text} as installed", spec, (str(b / "site"), *here))
-
-
-def _ref_sides(
-    ref: str, spec: TargetSpec, registry: Registry, builder: Builder, here: tuple[str, ...]
-) -> tuple[Side, Side]:
-    root = builder.root
+        return Baseline(text, True, spec, other=other)
     try:
         top = Path(_git(root, "rev-parse", "--show-toplevel").strip())
-        commit = _git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip()
+        commit = _git(top, "rev-parse", "--verify", "--quiet", f"{text}^{{commit}}").strip()
     except BaselineError:
         known = ", ".join(registry.schemes)
         raise BaselineError(
-            f"{ref!r} is no commit of the repository of {root}, no wheel (FILE.whl) and no target ({known}); "
-            "a shallow clone has no old commits: fetch them (git fetch --tags --unshallow)"
+            f"{text!r} is no commit of the repository of {root}, no wheel (FILE.whl) and no target ({known}); "
+            "a shallow clone lacks old commits: git fetch --tags --unshallow"
         ) from None
-    a, b = builder.from_ref(commit, top), builder.from_tree(top)
-    pinned = _COMMIT.fullmatch(ref) is not None or _is_tag(top, ref)
-
-    def paths(place: Path) -> tuple[str, ...]:
-        site = [str(place / "site")] if any((place / "site").iterdir()) else []
-        return (*site, *(_moved(entry, top, place / "src") for entry in here))
-
-    name = commit[:8] if commit.startswith(ref) else f"{ref} ({commit[:8]})"
-    settings = {"a": spec, "b": spec}
-    for side, place in (("a", a), ("b", b)):
-        inside = Path(_moved(str(spec.settings.rootdir), top, place / "src"))
-        settings[side] = replace(spec, settings=replace(spec.settings, rootdir=inside))
-    return Side(name, settings["a"], paths(a), pinned=pinned), Side("the working tree", settings["b"], paths(b))
+    named = commit[:8] if commit.startswith(text) else f"{text} ({commit[:8]})"
+    pinned = _COMMIT.fullmatch(text) is not None or _is_tag(top, text)
+    return Baseline(named, pinned, spec, top=top, commit=commit)
 
 
 def _moved(entry: str, top: Path, source: Path) -> str:

@@ -39,8 +39,6 @@ class Side:
     """Folders that are searched for modules before those of the interpreter."""
     plant: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Faults: ``module:function``, which is given the target's seams and these arguments."""
-    pinned: bool = True
-    """Whether it stays the same whatever happens to the repository."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Variables of its processes, beside those of this one."""
 

@@ -15,6 +15,7 @@ import pytest
 from pytest_adapt.items import CASE, case_from_json, peak_bytes
 from pytest_adapt.options import shown_variables
 from pytest_adapt.verdict.result import CaseResult, Status
+from pytest_adapt.verdict.status import PASSED
 
 if TYPE_CHECKING:
     from pytest_adapt.runner import Runner
@@ -93,7 +94,7 @@ class Collector:
         head = f"adapt {__version__}: target {settings.target}, profile {settings.profile}, requires {self.runner.kind}"
         variables = shown_variables(os.environ)
         second = "; ".join(filter(None, [", ".join(given), " ".join(variables)]))
-        return [head, f"adapt: {second}"] if second else [head]
+        return [head, *([f"adapt: {second}"] if second else []), *self.runner.gating.header()]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         text = getattr(report, CASE, None)
@@ -154,7 +155,7 @@ class Collector:
         elif (
             self.cases
             and session.exitstatus == pytest.ExitCode.OK
-            and (not any(case.status == "pass" for case in self.cases) or not self.fault_report()[0])
+            and (not any(case.status in PASSED for case in self.cases) or not self.fault_report()[0])
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._judge_waivers(session)
@@ -163,6 +164,7 @@ class Collector:
 
             self.written = write_report(self, int(session.exitstatus))
             self._keep_headroom()
+            self._keep_trend()
             self._distrust_pending(session)
             self._learn()
 
@@ -216,6 +218,14 @@ class Collector:
         except OSError as error:
             warning = pytest.PytestWarning(f"adapt: cannot write {FILE}: {error}")
             config.issue_config_time_warning(warning, stacklevel=2)
+
+    def _keep_trend(self) -> None:
+        """What the gate compared, for `python -m pytest_adapt trend`."""
+        try:
+            self.runner.gating.keep_trend()
+        except OSError as error:
+            warning = pytest.PytestWarning(f"adapt: the trend of the gate cannot be written: {error}")
+            self.runner.config.issue_config_time_warning(warning, stacklevel=2)
 
     @property
     def _pending_folder(self) -> Path:

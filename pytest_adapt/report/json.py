@@ -93,6 +93,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
         ],
         "time_box": {name: value for name, value in collector.time_box.items() if name != "lines"},
         "operators": coverage(collector.cases),
+        "gate": runner.gating.facts(),
         "cases": [asdict(case) for case in sorted(collector.cases, key=lambda case: case.case)],
         "waivers": [
             {

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_adapt.report.operators import coverage_line
 from pytest_adapt.verdict.causes import failed, worst
 from pytest_adapt.verdict.ladder import Cluster, clusters
-from pytest_adapt.verdict.result import CaseResult, Figure, Measurement
+from pytest_adapt.verdict.result import CaseResult, Figure, Measurement, Status
+from pytest_adapt.verdict.status import PASSED, TIMED
 
 if TYPE_CHECKING:
     from pytest_adapt.report.collector import Collector
@@ -20,6 +21,7 @@ WIDTH = 120
 _MOST_CLUSTERS = 5
 _MOST_FIGURES = 4
 _MOST_PATCH = 24
+_JUDGED = PASSED | {Status.FAIL, Status.REGRESSION, Status.MISMATCH}
 
 
 def write_summary(terminal: Any, collector: Collector) -> None:
@@ -43,7 +45,7 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     found = clusters(cases)
     lines.append((str(collector.ladder), {"red": bool(found), "green": not found, "bold": True}))
     lines.append((counts_line(cases), {}))
-    if not any(case.status in ("pass", "fail") for case in cases):
+    if not any(case.status in _JUDGED for case in cases):
         lines.append(("nothing was judged: no case passed, so this run proves nothing", {"red": True}))
     lines += [(line, {}) for line in collector.time_box.get("lines", ())]
     if collector.runner.settings.goldens == "off":
@@ -53,7 +55,14 @@ def summary_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     again = sum(case.attempts > 1 for case in cases)
     rerun = f"run again by another plugin: {again}; reruns add evidence, an earlier verdict stands" if again else ""
     missing = _not_shown(cases, collector.runner.timing_command)
-    told = (rerun, _flips_line(cases), missing, coverage_line(cases), *_figure_lines(cases))
+    told = (
+        rerun,
+        *collector.runner.gating.summary(),
+        _flips_line(cases),
+        missing,
+        coverage_line(cases),
+        *_figure_lines(cases),
+    )
     tail = [_cut(line, 3) for line in told if line]
     memory = f", peak memory {collector.peak_bytes / 1e9:.2f} GB" if collector.peak_bytes else ""
     where = f", report {collector.written}" if collector.written else ""
@@ -222,12 +231,13 @@ def _amount(one: Figure) -> str:
 
 
 def _not_shown(cases: list[CaseResult], timing_command: str) -> str:
-    """One line for what was neither passed nor failed. What was deferred shares one reason and one command."""
+    """One line for what was neither passed nor failed."""
     reasons: dict[str, int] = {}
     for case in cases:
         if case.status.value in ("unsupported", "unknown", "unchecked", "inconclusive", "deferred", "blocked"):
-            reason = f"measures time; run it without xdist: {timing_command}"
-            key = f"{case.status.value}: {reason if case.status == 'deferred' else case.reason}"
+            # What measures time is put off for one reason, and one command runs it all.
+            reason = f"{TIMED}: {timing_command}" if case.reason.startswith(TIMED) else case.reason
+            key = f"{case.status.value}: {reason}"
             reasons[key] = reasons.get(key, 0) + 1
     ordered = sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = [f"{number} x {reason}" for reason, number in ordered[:3]]

@@ -116,7 +116,7 @@ def _watcher(add: Callable[[str, float], None]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Watcher(TorchDispatchMode):
+    class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts dispatched calls, and storages that come out of a call and did not go in."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +130,7 @@ def _watcher(add: Callable[[str, float], None]) -> Any:
                     add("framework.allocated_bytes", leaf.untyped_storage().nbytes())
             return answer
 
-    return Watcher()
+    return Watcher()  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.causes import Cause, causes_of, dataflow
 from pytest_adapt.verdict.result import RUNGS, CaseResult
-from pytest_adapt.verdict.status import outcome
+from pytest_adapt.verdict.status import PASSED, outcome
 
 __all__ = [
     "SMALLEST_PROFILES",
@@ -196,7 +196,7 @@ def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
 def _state(cases: Sequence[CaseResult]) -> str:
     if any(is_red(case) for case in cases):
         return "red"
-    return "green" if any(case.status == "pass" for case in cases) else "empty"
+    return "green" if any(case.status in PASSED for case in cases) else "empty"
 
 
 def _counts(cases: Iterable[CaseResult]) -> dict[str, int]:

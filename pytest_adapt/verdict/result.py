@@ -32,6 +32,10 @@ class Status(StrEnum):
     MISMATCH = "mismatch"
     NEW = "new"
     GONE = "gone"
+    REGRESSION = "regression"
+    IMPROVEMENT = "improvement"
+    SAME = "same"
+    INVALID_MACHINE = "invalid machine"
 
 
 RUNGS: tuple[str, ...] = (

@@ -11,7 +11,9 @@ __all__ = [
     "EXCUSES",
     "GREEN",
     "OUTCOMES",
+    "PASSED",
     "REQUIREMENTS",
+    "TIMED",
     "Requirement",
     "Verdict",
     "outcome",
@@ -21,8 +23,13 @@ __all__ = [
 
 EXCUSES: frozenset[Status] = frozenset({Status.UNSUPPORTED, Status.UNKNOWN, Status.UNCHECKED, Status.INCONCLUSIVE})
 """What an item may end with where something could not be judged; never where something was judged and failed."""
-GREEN: frozenset[Status] = frozenset({Status.PASS, Status.XFAIL, Status.WAIVED, Status.UNSUPPORTED})
+PASSED: frozenset[Status] = frozenset({Status.PASS, Status.SAME, Status.IMPROVEMENT})
+"""Something was judged, and is right."""
+GREEN: frozenset[Status] = PASSED | {Status.XFAIL, Status.WAIVED, Status.UNSUPPORTED}
 """Never a reason to fail a run."""
+
+TIMED = "measures time; run it without xdist"
+"""How the reason of an item begins that is deferred under xdist."""
 
 # status -> (outcome when the item is required, when it is not)
 OUTCOMES: Mapping[Status, tuple[str, str]] = {
@@ -41,6 +48,10 @@ OUTCOMES: Mapping[Status, tuple[str, str]] = {
     Status.MISMATCH: ("failed", "failed"),
     Status.NEW: ("failed", "failed"),
     Status.GONE: ("failed", "failed"),
+    Status.REGRESSION: ("failed", "failed"),
+    Status.IMPROVEMENT: ("passed", "passed"),
+    Status.SAME: ("passed", "passed"),
+    Status.INVALID_MACHINE: ("failed", "failed"),
 }
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from pytest_adapt.verdict.result import CaseResult, Status
+from pytest_adapt.verdict.status import PASSED
 
 __all__ = ["FAILING", "Use", "Waiver", "Waivers", "parse_waivers", "patch", "read_waivers", "uses"]
 
@@ -126,8 +127,8 @@ def uses(entries: Iterable[Waiver], today: datetime.date, cases: Sequence[CaseRe
     for waiver in entries:
         mine = [case for case in cases if waiver.covers(case.case)]
         waived = sum(case.waiver == waiver.number for case in mine)
-        passed = sum(case.status is Status.PASS for case in mine)
-        decided = all(case.status in (Status.PASS, Status.WAIVED) for case in mine)
+        passed = sum(case.status in PASSED for case in mine)
+        decided = all(case.status in PASSED | {Status.WAIVED} for case in mine)
         if waiver.expires < today:
             state = "expired"
         elif not mine:

@@ -1,0 +1,40 @@
+"""``python -m pytest_adapt trend``: how the ratios to the baseline moved over many runs of the gate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_adapt.perf.trend import FILE, Series, drawn, read
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; 0: no benchmark's present level is slower than the one before, 1: some is, 2: wrong usage, no runs."""
+    parser = argparse.ArgumentParser(prog="python -m pytest_adapt trend", description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=FILE, help="lines of JSON (default: %(default)s)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw all series into one picture")
+    options = parser.parse_args(list(arguments))
+    if not options.file.is_file():
+        print(f"{options.file}: no runs yet; pytest --adapt-gate adds a line for each benchmark", file=sys.stderr)
+        return 2
+    series = read(options.file)
+    for one in series:
+        print(_line(one))
+    if options.svg is not None:
+        options.svg.parent.mkdir(parents=True, exist_ok=True)
+        options.svg.write_text(drawn(series), encoding="utf-8")
+        print(f"drawn: {options.svg}")
+    slower = sum(one.slower is not None for one in series)
+    print(f"{len(series)} series, {slower} slower than before their last change")
+    return 1 if slower else 0
+
+
+def _line(one: Series) -> str:
+    levels = " -> ".join(f"x{ratio:.3f}" for _, ratio in one.levels)
+    since = one.slower
+    told = f"; slower since {since.commit[:8] or 'an unknown commit'} ({since.at})" if since else ""
+    return f"{one.case} ({one.target} against {one.baseline}): {len(one.points)} runs, levels {levels}{told}"
