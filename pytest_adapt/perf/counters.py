@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_adapt.perf.ledger import BUILD, Ledger, Row, changes
+from pytest_adapt.perf.ledger import BUILD, ROUNDED, Ledger, Row, changes
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
 
@@ -51,7 +51,8 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
         for name, value in sorted(after.items())
         if value.is_integer() and before.get(name, 0.0).is_integer() and not name.endswith(("seconds", "share"))
     }
-    told = {name: str(value) for name, value in target.info.environment.items() if name in BUILD}
+    names = BUILD if target.deployment.precision == "fp32" else BUILD + ROUNDED
+    told = {name: str(value) for name, value in target.info.environment.items() if name in names}
     return Row(key_of(target, model, load.name), counters, told, _spec(model))
 
 

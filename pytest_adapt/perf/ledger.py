@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BUILD", "Change", "Ledger", "LedgerError", "Proposal", "Row", "accept", "changes", "pending", "propose"]
+__all__ = ["BUILD", "Change", "Ledger", "LedgerError", "Proposal", "ROUNDED", "Row", "accept", "changes", "pending", "propose"]
 
 SCHEMA = 1
 FOLDER = "counters"
 BUILD = ("torch", "transformers", "native_ops")
 """Entries of a target's environment that say how it was built."""
+ROUNDED = ("cpu",)
+"""The same for what rounds coarsely: there an instruction set may choose another expert, which counts otherwise."""
 _OF_BUILD = ("op.", "framework.")
 """Counters that are compared only where the target is built as it was when they were recorded."""
 _MANY = 0.2

@@ -134,6 +134,7 @@ class BuiltinTarget:
             rounds="eager",
             environment={
                 "torch": torch.__version__,
+                "cpu": torch.backends.cpu.get_cpu_capability(),
                 "threads": str(threads),
                 "mode": self._settings.mode,
                 "ranks": f"{self.engine.layout.world}{' processes' if gloo else ''}",
