@@ -253,11 +253,7 @@ class Asked:
         found = count(target, model, load_named(load))
         ledger = self._ledger(target.info.name)
         status, why = held_against(ledger, found, target.info.name)
-        recorded = ledger.rows.get(found.key) if ledger is not None else None
-        for name, value in found.counters.items():
-            before = recorded.counters.get(name) if recorded is not None else None
-            held = status not in (Status.MISMATCH, Status.STALE) or before == value
-            judge.promise(f"counter.{name}", held, f"{before} on record", value=float(value), budget=float(before or 0))
+        judge.promise("counters", status is not Status.MISMATCH, why, compared=len(found.counters))
         if proposed := self._proposed(status, found, target.info.name):
             why = f"{why}\nproposed: {proposed}"
         raise Verdict(status, why, optional=status is Status.UNCHECKED)

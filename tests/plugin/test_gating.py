@@ -1,0 +1,321 @@
+"""--adapt-gate in a run: its verdict is the item's, so JUnit, -x, the exit code and the report agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pytest_adapt.perf.gate as gate_module
+from pytest_adapt.perf.trend import FILE, read
+
+if TYPE_CHECKING:
+    from conftest import Folder
+
+SPIN = '''
+import os, time
+from pytest_adapt.target.protocol import Info, Response, TargetError, UnsupportedDeployment
+
+class Steady:
+    """Costs a fixed number of loops of the interpreter for each token."""
+    defaults = {"observables": ("text",)}
+    loops = 3000
+    def __init__(self, *given): self.sums = {}
+    def open(self, deployment):
+        return Info("spin", "1", observables=frozenset({"text"}), vocab_size=331)
+    def run(self, requests):
+        for request in requests:
+            for token in range(request.max_new_tokens):
+                self.token(len(request.prompt))
+            yield Response(request.id, len(request.prompt), tuple(range(request.max_new_tokens)), text="t")
+    def token(self, length):
+        table = {}
+        for i in range(self.loops): table[i % 97] = i * i
+    def close(self): pass
+
+class Slower(Steady):
+    loops = 4200
+
+class Quicker(Steady):
+    loops = 2100
+
+class Declines(Steady):
+    def open(self, deployment): raise UnsupportedDeployment("no such kernel")
+
+class Breaks(Steady):
+    def token(self, length): raise TargetError("the card fell out")
+
+class Dies(Steady):
+    def token(self, length): os._exit(7)
+
+class Short(Steady):
+    def run(self, requests):
+        for one in super().run(requests):
+            one.tokens = one.tokens[:-1]
+            yield one
+
+class Served(Steady):
+    defaults = {"observables": ("text",), "kind": "endpoint"}
+    def open(self, deployment):
+        return Info("spin", "1", kind="endpoint", observables=frozenset({"text"}), vocab_size=331)
+'''
+CASE = "benchmark/test_gate.py::test_no_slower_than_the_baseline[llama-odd-single-fp32-decode]"
+NARROW = ("--adapt-models=llama-odd", "--adapt-precisions=fp32", "-p", "no:randomly")
+
+
+@pytest.fixture
+def gated(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A folder with targets of known cost, and few pairs (what they come to is tested elsewhere)."""
+    folder.pytester.makepyfile(spin=SPIN)
+    monkeypatch.setattr(gate_module, "PAIRS", 2)
+    monkeypatch.setattr(gate_module, "CONFIRMING", 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+def run(
+    folder: Folder, target: str, *args: str, baseline: str = "py:spin:Steady", case: str = CASE
+) -> pytest.RunResult:
+    own = () if any(word.startswith("--adapt-gate") for word in args) else ("--adapt-gate=times",)
+    return folder.run_bare(
+        f"--adapt-target=py:spin:{target}", f"--adapt-baseline={baseline}", *own, *NARROW, *args, case
+    )
+
+
+@pytest.mark.requirement(105)
+def test_a_regression_fails_its_item_in_junit_in_the_exit_code_and_in_the_report(gated: Folder) -> None:
+    result = run(gated, "Slower", "--junitxml=junit.xml", "-x")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes() == {"failed": 1}
+    text = result.stdout.str()
+    assert f"regression: {CASE}" in text and "Traceback" not in text
+    assert "cpu time (one thread of the measuring process computes)" in text
+    suite = ElementTree.parse(gated.path / "junit.xml").getroot().find("testsuite")
+    assert suite is not None and suite.get("failures") == "1"
+    properties = {one.get("name"): one.get("value") for one in suite.iter("property")}
+    assert properties["adapt_status"] == "regression"
+    report = gated.report()
+    (case,), (compared,) = report["cases"], report["gate"]["comparisons"]
+    assert (case["status"], case["required"], report["exit"]) == ("regression", True, 1)
+    assert compared["verdict"] == "regression" and 1.2 < compared["confirming"]["ratio"] < 1.6
+    assert len(compared["first"]["pairs"]) == 2 and len(compared["confirming"]["pairs"]) == 3
+    assert report["gate"]["baseline"] == "py:spin:Steady" and report["gate"]["control"]["case"] == CASE
+    assert "gate: py:spin:Slower against py:spin:Steady: 1 regression; control x" in text
+
+
+@pytest.mark.requirement(105)
+def test_what_is_the_same_passes_and_is_kept_for_the_trend(gated: Folder) -> None:
+    case = CASE.replace("-decode]", "-prefill]").partition("::")[0]
+    result = run(gated, "Steady", "-k", "baseline and not company and not instructions", case=case)
+    assert result.parseoutcomes() == {"passed": 2, "deselected": 6} or result.parseoutcomes()["passed"] == 2
+    assert result.ret == 0
+    assert set(gated.statuses().values()) == {"same"}
+    series = read(gated.path / FILE)
+    assert [one.case for one in series] == sorted(gated.statuses())
+    assert all(one.baseline == "py:spin:Steady" and one.points[0].clock == "cpu" for one in series)
+
+
+@pytest.mark.requirement(105)
+def test_it_looks_both_ways_and_a_server_is_judged_by_the_wall(gated: Folder) -> None:
+    result = run(gated, "Served", baseline="py:spin:Slower")
+    assert (result.ret, set(gated.statuses().values())) == (0, {"improvement"})
+    assert gated.report()["gate"]["comparisons"][0]["clock"] == "wall"
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.parametrize(
+    ("target", "baseline", "status", "said"),
+    [
+        ("Steady", "Declines", "new", "the baseline does not run it: no such kernel"),
+        ("Declines", "Steady", "gone", "the baseline runs it, the target does not: no such kernel"),
+        ("Breaks", "Steady", "gone", "TargetError: the card fell out"),
+        ("Dies", "Steady", "gone", "exited with status 7 before it answered warm"),
+        ("Short", "Steady", "gone", "the answer of 12 tokens to a prompt of 8 tokens has 11 tokens"),
+        ("Breaks", "Dies", "fail", "neither side runs it; the target"),
+    ],
+)
+def test_a_benchmark_of_one_side_alone_is_never_green(
+    gated: Folder, target: str, baseline: str, status: str, said: str
+) -> None:
+    result = run(gated, target, baseline=f"py:spin:{baseline}")
+    assert (result.ret, list(gated.statuses().values())) == (1, [status])
+    assert said in result.stdout.str()
+
+
+def test_what_both_decline_is_unsupported(gated: Folder) -> None:
+    result = run(gated, "Declines", baseline="py:spin:Declines")
+    assert (result.ret, result.parseoutcomes()) == (1, {"skipped": 1})  # nothing passed: nothing is proven
+    assert list(gated.statuses().values()) == ["unsupported"]
+
+
+def test_a_waiver_acknowledges_a_benchmark_that_is_new(gated: Folder) -> None:
+    gated.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
+    (gated.path / "known.toml").write_text(
+        '[[waiver]]\ncases = "benchmark/test_gate.py::*"\nowner = "ana"\nlink = "https://example.org/1"\n'
+        "expires = 2999-01-01\nquota = 1\n"
+    )
+    result = run(gated, "Steady", baseline="py:spin:Declines")
+    assert result.parseoutcomes() == {"xfailed": 1}
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--adapt-gate",), "--adapt-gate needs --adapt-baseline=REF"),
+        (("--adapt-baseline=v1",), "--adapt-baseline=v1 does nothing without --adapt-gate"),
+        (("--adapt-gate=fast", "--adapt-baseline=builtin"), "'fast' is not allowed; allowed: times, instructions, all"),
+        (("--adapt-gate", "--adapt-baseline=v9.9"), "'v9.9' is no commit of the repository"),
+        (("--adapt-gate", "--adapt-baseline=old.whl"), "old.whl does not exist"),
+        (("--adapt-gate", "--adapt-baseline=py:absent:Target"), "importing absent failed"),
+    ],
+)
+def test_a_baseline_that_is_missing_is_wrong_usage(gated: Folder, args: tuple[str, ...], said: str) -> None:
+    result = gated.run_bare("--adapt-target=py:spin:Steady", *args, *NARROW)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (error,) = [line for line in result.errlines if line.startswith("ERROR:")]
+    assert said in error
+
+
+@pytest.mark.requirement(105)
+def test_under_xdist_it_is_deferred_and_fails(gated: Folder) -> None:
+    pytest.importorskip("xdist")
+    args = ("--adapt-target=py:spin:Slower", "--adapt-gate=times", "--adapt-baseline=py:spin:Steady", *NARROW)
+    result = gated.run_subprocess(*args, "-p", "xdist.plugin", "-n", "1", CASE)
+    assert (result.ret, result.parseoutcomes()) == (1, {"failed": 1})
+    assert list(gated.statuses().values()) == ["deferred"]
+    assert "measures time; run it without xdist: " in result.stdout.str()
+
+
+def test_without_the_gate_nothing_of_it_is_collected_and_with_it_nothing_else(gated: Folder) -> None:
+    def collected(*args: str) -> set[str]:
+        result = gated.run_bare("--adapt-target=py:spin:Steady", *NARROW, "--co", "-q", *args)
+        return {line.partition("[")[0] for line in result.outlines if "::" in line}
+
+    plain = collected()
+    gate = collected("--adapt-gate=times", "--adapt-baseline=py:spin:Steady")
+    assert not any("test_gate.py" in name for name in plain)
+    assert {name.partition("::")[0] for name in gate} == {"benchmark/test_gate.py", "benchmark/test_counters.py"}
+    assert {name for name in plain if "counters" in name} == {name for name in gate if "counters" in name}
+
+
+def test_what_the_chosen_tier_leaves_out_is_said(gated: Folder) -> None:
+    case = CASE.replace("no_slower_than", "no_more_instructions_than")
+    result = run(gated, "Steady", case=case)
+    assert list(gated.statuses().values()) == ["deferred"]
+    assert "instructions are no part of --adapt-gate=times" in result.stdout.str()
+
+
+def test_without_valgrind_instructions_are_unknown_and_fail(gated: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(gated.path))
+    case = CASE.replace("no_slower_than", "no_more_instructions_than")
+    result = run(gated, "Steady", "--adapt-gate=instructions", case=case)
+    assert (result.ret, list(gated.statuses().values())) == (1, ["unknown"])
+    assert "valgrind is not installed" in result.stdout.str()
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+def test_instructions_are_counted_on_both_sides(gated: Folder) -> None:
+    case = CASE.replace("no_slower_than", "no_more_instructions_than")
+    result = run(gated, "Slower", "--adapt-gate=instructions", case=case)
+    assert (result.ret, list(gated.statuses().values())) == (1, ["regression"])
+    assert "instructions a run (+" in result.stdout.str()
+    (found,) = gated.report()["cases"][0]["measurements"]
+    assert 0.2 < found["value"] < 0.6
+
+
+def commit(path: Path, *words: str) -> str:
+    git = ("git", "-C", str(path), "-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    for word in words:
+        subprocess.run([*git, "tag", word], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.requirement(105)
+def test_a_tag_is_compared_with_the_working_tree(gated: Folder) -> None:
+    """The user's own module at the tag, against what lies uncommitted in the folder; at paths of equal length."""
+    subprocess.run(["git", "init", "-q", str(gated.path)], check=True)
+    (gated.path / ".gitignore").write_text(".adapt\n*.log\n")
+    commit(gated.path, "v1")
+    module = gated.path / "spin.py"
+    module.write_text(module.read_text().replace("loops = 3000", "loops = 4500"))
+    result = run(gated, "Steady", baseline="v1")
+    assert (result.ret, list(gated.statuses().values())) == (1, ["regression"])
+    assert "adapt gate: times against v1 (" in result.stdout.str()
+    assert gated.report()["gate"]["target"] == "the working tree" and gated.report()["gate"]["pinned"]
+    (a,), (b,) = ([*(gated.path / ".adapt" / "gate" / side).iterdir()] for side in ("side-a", "side-b"))
+    assert len(str(a)) == len(str(b)) and "3000" in (a / "src" / "spin.py").read_text()
+    # The pin does not move: committed, the regression stays one.
+    commit(gated.path)
+    result = run(gated, "Steady", baseline="v1")
+    assert list(gated.statuses().values()) == ["regression"]
+    head = run(gated, "Steady", "--co", baseline="HEAD")
+    assert "HEAD (" in head.stdout.str() and "which moves" in head.stdout.str()
+
+
+def test_a_side_that_cannot_be_built_is_an_error_with_its_log(gated: Folder) -> None:
+    subprocess.run(["git", "init", "-q", str(gated.path)], check=True)
+    gated.pytester.makeini("[pytest]\nadapt_gate_build = echo no compiler here && false\n")
+    commit(gated.path, "v1")
+    result = run(gated, "Steady", baseline="v1")
+    assert (result.ret, list(gated.statuses().values())) == (1, ["error"])
+    assert "side-a cannot be built" in result.stdout.str() and "no compiler here" in result.stdout.str()
+
+
+def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_adapt.perf.ledger_cli import main
+
+    gated.pytester.makepyfile(
+        counts="""
+        import os
+        from spin import Steady
+        class Counting(Steady):
+            made = 0
+            def token(self, length): self.made += int(os.environ.get("EACH", "1"))
+            def stats(self): return {"made": float(self.made), "held_bytes": 64.0, "busy_share": 0.25}
+        """
+    )
+    gated.pytester.makeini("[pytest]\nadapt_goldens_dir = mine\n")
+    (gated.path / "mine").mkdir()
+    case = "benchmark/test_counters.py::test_work_is_what_is_on_record"
+    args = ("--adapt-target=py:counts:Counting", "--adapt-profile=smoke", *NARROW, case)
+    monkeypatch.chdir(gated.path)
+
+    def statuses(*more: str) -> set[str]:
+        gated.run_bare(*args, *more)
+        return set(gated.statuses().values())
+
+    store = ["--store", "mine"]
+    assert statuses() == {"unchecked"}
+    assert statuses("--adapt-goldens=new") == {"unchecked"}
+    assert main([*store, "accept", "--all", "--reason", "first", "--allow-dirty"]) == 0
+    assert statuses() == {"pass"}
+    ledger = gated.path / "mine" / "counters" / "spin.json"
+    rows = {row["key"]: row["counters"] for row in json.loads(ledger.read_text())["cases"]}
+    assert rows["llama-odd single fp32 decode"] == {"held_bytes": 64, "made": 12}
+    before = ledger.read_text()
+    assert statuses("--adapt-goldens=new") == {"pass"} and ledger.read_text() == before
+    monkeypatch.setenv("EACH", "2")
+    result = gated.run_bare(*args)
+    assert result.ret == 1 and set(gated.statuses().values()) == {"mismatch"}
+    assert "made 12 -> 24 (+100.0%)" in result.stdout.str()
+    update = ("--adapt-goldens=update", "--adapt-reason=twice", "-k", "decode")
+    assert statuses(*update) == {"mismatch"} and ledger.read_text() == before
+    assert main([*store, "accept", "*decode", "--reason", "meant", "--allow-dirty"]) == 0
+    assert statuses("-k", "decode") == {"pass"}
+    # A load that nobody runs any more is gone.
+    raw = json.loads(ledger.read_text())
+    raw["cases"].append({**raw["cases"][0], "key": "llama-odd single fp32 sprint"})
+    ledger.write_text(json.dumps(raw))
+    gone = gated.run_bare(*args[:-1], case.replace("work_is_what_is_on_record", "every_load_on_record_is_still_run"))
+    assert (gone.ret, list(gated.statuses().values())) == (1, ["gone"])
+    assert "llama-odd single fp32 sprint" in gone.stdout.str()
+    assert main([*store, "verify"]) == 1
