@@ -58,8 +58,11 @@ class Builder:
         def fill(source: Path) -> None:
             archive = source.with_name("tree.tar")
             _git(top, "archive", "--format=tar", f"--output={archive}", commit)
-            with tarfile.open(archive) as tree:
-                tree.extractall(source, filter="data")
+            try:
+                with tarfile.open(archive) as tree:  # links may lead anywhere: it is the user's own repository
+                    tree.extractall(source, filter="tar")
+            except tarfile.TarError as error:
+                raise BaselineError(f"the files of {commit[:8]} cannot be laid out: {error}") from error
             archive.unlink()
 
         return self._built("side-a", self._key(commit), fill)

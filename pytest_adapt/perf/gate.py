@@ -193,11 +193,11 @@ class Gate:
         if not counts:
             return []
         said = ", ".join(f"{number} {status}" for status, number in counts.items())
-        clocks = sorted({one.clock for one in self.comparisons.values() if one.clock})
+        clocks = sorted({f"{one.clock} time" for one in self.comparisons.values() if one.clock}) or ["no clock"]
         control = f"control {self.control}" if self.control else "no control"
         alarms = len([case for case in self.suspected if self.comparisons[case].status == "same"])
         return [
-            f"gate: {self.target.label} against {self.baseline.label}: {said}; {control}; {' and '.join(clocks)} time",
+            f"gate: {self.target.label} against {self.baseline.label}: {said}; {control}; {' and '.join(clocks)}",
             f"gate: {len(self.suspected)} suspected by the first round, of these {alarms} false alarms; {self.machine}",
             *([f"gate: {self.power}"] if self.power else []),
         ]

@@ -170,10 +170,11 @@ class _Pair:
             try:
                 self._compare(one, ("A", "B"), seen[one.case], profile)
             except _SideFailed as error:
-                both = {"A": None, "B": None, error.name: ("fail", error.why)}
-                seen[one.case].problem = _problem(both["A"], both["B"])
-                if self._processes[error.name].ended:
-                    problems |= self._opened([error.name], deployment)
+                other = "B" if error.name == "A" else "A"
+                broken = {error.name: ("fail", error.why), other: self._runs(other, one)}
+                seen[one.case].problem = _problem(broken["A"], broken["B"])
+                if ended := [name for name in ("A", "B") if self._processes[name].ended]:
+                    problems |= self._opened(ended, deployment)
             if "C" in named and seen[one.case].problem is None and result.control_case in ("", one.case):
                 result.control_case = one.case
                 why = result.control.problem or problems["C"] or self._given("C", one)
@@ -203,6 +204,14 @@ class _Pair:
             self._processes[name].ask("load", name=one.load, prompts=one.prompts, new=one.new)
         except TargetError as error:
             return "fail", str(error)
+        return None
+
+    def _runs(self, name: str, one: Benchmark) -> tuple[str, str] | None:
+        """What keeps one side from running a load, whatever the other does."""
+        try:
+            self._ask(name, "warm", load=one.load, repeats=1)
+        except _SideFailed as error:
+            return "fail", error.why
         return None
 
     def _closed(self, name: str) -> None:

@@ -188,8 +188,8 @@ class SideProcess:
         for request in requests:
             response = answers.get(request.id)
             if response is None or response.error is not None or len(response.tokens) != new:
-                what = "did not come" if response is None else response.error or f"has {len(response.tokens)} tokens"
-                raise RuntimeError(f"the answer of {new} tokens to a prompt of {len(request.prompt)} {what}")
+                what = "none came" if response is None else response.error or f"{len(response.tokens)} came"
+                raise RuntimeError(f"{new} tokens were asked for after a prompt of {len(request.prompt)}: {what}")
             found.append([int(token) for token in response.tokens])
         return found
 

@@ -135,7 +135,7 @@ def test_it_looks_both_ways_and_a_server_is_judged_by_the_wall(gated: Folder) ->
         ("Declines", "Steady", "gone", "the baseline runs it, the target does not: no such kernel"),
         ("Breaks", "Steady", "gone", "TargetError: the card fell out"),
         ("Dies", "Steady", "gone", "exited with status 7 before it answered warm"),
-        ("Short", "Steady", "gone", "the answer of 12 tokens to a prompt of 8 tokens has 11 tokens"),
+        ("Short", "Steady", "gone", "12 tokens were asked for after a prompt of 8: 11 came"),
         ("Breaks", "Dies", "fail", "neither side runs it; the target"),
     ],
 )
@@ -264,6 +264,7 @@ def test_a_tag_is_compared_with_the_working_tree(gated: Folder) -> None:
 def test_a_side_that_cannot_be_built_is_an_error_with_its_log(gated: Folder) -> None:
     subprocess.run(["git", "init", "-q", str(gated.path)], check=True)
     gated.pytester.makeini("[pytest]\nadapt_gate_build = echo no compiler here && false\n")
+    (gated.path / ".gitignore").write_text(".adapt\n")
     commit(gated.path, "v1")
     result = run(gated, "Steady", baseline="v1")
     assert (result.ret, list(gated.statuses().values())) == (1, ["error"])
