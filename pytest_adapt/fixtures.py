@@ -111,5 +111,5 @@ def stopwatch(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def gate(request: pytest.FixtureRequest) -> Any:
-    """What a load costs, against what is on record (``counters``) or against a baseline (``times``, ``instructions``)."""
+    """What a load costs: against the record (``counters``), or against a baseline (``times``, ``instructions``)."""
     return _runner(request).gating.asked_by(request.node)

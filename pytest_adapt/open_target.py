@@ -231,8 +231,8 @@ class OpenTarget:
             raise Verdict(Status.FAIL, str(error)) from None
 
     def profile(self, what: str) -> bool:
-        """Ask the target to sum up its operations from now on (`what` is time, counts or off); its `stats` tell the sums.
-        False where it has no such control."""
+        """Ask the target to sum up its operations from now on (``what``: time, counts or off); its `stats` tell the
+        sums. False where it has no such control."""
         control = getattr(self._opened.target, "control", None)
         if control is None:
             return False

@@ -119,7 +119,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("inject", "put one fault into the built-in engine", "", "ID"),
     Option(
         "gate",
-        "compare what the target costs with a baseline, in place of the suites: paired times, instruction counts, or both",
+        "compare what the target costs with a baseline, in place of the suites: paired times, instructions, or both",
         "",
         "TIER",
         ("times", "instructions", "all"),

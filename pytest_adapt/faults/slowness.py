@@ -24,7 +24,9 @@ def slow_op(seams: Seams, op: str, seconds: float) -> None:
     def wrapper(original: Operation) -> Operation:
         def call(*arguments: Any, **named: Any) -> Any:
             answer = original(*arguments, **named)
-            _burn(seconds)
+            end = time.thread_time() + seconds  # by this thread's own clock: a neighbour's time is not counted
+            while time.thread_time() < end:
+                pass
             return answer
 
         return call
@@ -78,13 +80,6 @@ def _dear_launches(seams: Seams) -> None:
     """The launch of every operation costs 40 microseconds more."""
     for op in _LAUNCHED:
         slow_op(seams, op, 40e-6)
-
-
-def _burn(seconds: float) -> None:
-    """Compute for so long, by this thread's own clock: a neighbour's time is not counted."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
 
 
 def _slowdown(identifier: str, title: str, report: str, install: Any) -> Fault:

@@ -42,7 +42,8 @@ class BaselineError(Exception):
 @dataclass(frozen=True)
 class Builder:
     """Installs the sides of a run. ``root`` is the user's rootdir, ``command`` the shell line that builds one side
-    ({source}, {site}); empty for pip, once for the project in ``source`` and once for each in a folder directly below."""
+    ({source}, {site}); empty for pip, once for the project in the sources and once for each in a folder directly below.
+    """
 
     root: Path
     command: str = ""
@@ -191,7 +192,7 @@ class Baseline:
         return self._side(self.label, a, here), self._side("the working tree", b, here)
 
     def _side(self, label: str, place: Path, here: Sequence[str]) -> Side:
-        """A side that finds what was installed first, and in place of folders of the repository those of its copy."""
+        """A side that finds what was installed first, and folders of its copy in place of the repository's."""
         site = [str(place / "site")] if any((place / "site").iterdir()) else []
         paths = (*site, *(_moved(entry, self.top, place / "src") for entry in here))
         inside = Path(_moved(str(self.spec.settings.rootdir), self.top, place / "src"))
@@ -199,8 +200,8 @@ class Baseline:
 
 
 def resolve_baseline(text: str, spec: TargetSpec, registry: Registry, root: Path) -> Baseline:
-    """What ``text`` means, in this order: a wheel (FILE.whl, with #sha256=... pinned), a target's spec, a git ref of the
-    repository that ``root`` lies in. Raises BaselineError."""
+    """What ``text`` means, in this order: a wheel (FILE.whl, with #sha256=... pinned), a target's spec, a git ref of
+    the repository that ``root`` lies in. Raises BaselineError."""
     if (found := _WHEEL.fullmatch(text)) is not None:
         wheel, digest = root / found["path"], found["digest"] or ""
         if not wheel.is_file():

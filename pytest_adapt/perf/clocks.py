@@ -1,7 +1,7 @@
 """Which clock tells what a target costs, and what the machine did meanwhile.
 
 CPU time is the better clock by far on a shared machine, and it means something only where the target computes in the
-measuring process and in one thread: it misses what a server does, and what threads wait for. Both are seen, not declared.
+measuring process and in one thread: it misses what a server does, and what threads wait for. Both are seen, not said.
 """
 
 from __future__ import annotations

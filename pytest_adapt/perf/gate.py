@@ -69,7 +69,7 @@ class Comparison:
 
 @dataclass
 class Gate:
-    """Compares ``target`` with ``baseline``. ``planned`` gives all benchmarks of the run, when the first is asked for."""
+    """Compares ``target`` with ``baseline``. ``planned`` gives all of the run when the first is asked for."""
 
     baseline: Side
     target: Side

@@ -2,8 +2,8 @@
 
 A number that was stored would shift with the interpreter, the framework and the C library; a baseline counted beside it
 does not. Each side is one process under cachegrind that imports and opens once and then runs each load once and three
-times, in copies of itself: half of the difference is one run. Counts see neither caches nor memory bandwidth nor waiting,
-and under valgrind libraries choose kernels without AVX-512; they see dispatch and Python to a few millionths.
+times, in copies of itself: half of the difference is one run. Counts see neither caches nor memory bandwidth nor
+waiting, and under valgrind libraries choose kernels without AVX-512; they see dispatch and Python to a few millionths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOOL = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--branch-sim=no")
 
 @dataclass
 class Instructions:
-    """Counts of ``target`` and ``baseline``. ``planned`` gives all benchmarks of the run when the first is asked for."""
+    """Counts of both sides. ``planned`` gives all benchmarks of the run when the first is asked for."""
 
     baseline: Side
     target: Side

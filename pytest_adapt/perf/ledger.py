@@ -1,9 +1,9 @@
 """Counters on record: what each load cost a target in whole numbers, kept like golden records.
 
-One file a target (``counters/NAME.json`` in the shipped store or in the user's own), one line a case, sorted, so that a
-change is one line of a diff. A run only reads it: what it proposes lies below ``.adapt/pending/counters`` until a person
-accepts it (``python -m pytest_adapt counters``). Provenance stands beside the numbers; the same numbers, recorded again,
-change nothing.
+One file a target (``counters/NAME.json`` in the shipped store or in the user's own), one line a case, sorted, so that
+a change is one line of a diff. A run only reads it: what it proposes lies below ``.adapt/pending/counters`` until a
+person accepts it (``python -m pytest_adapt counters``). Provenance stands beside the numbers; the same numbers,
+recorded again, change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BUILD", "Change", "Ledger", "LedgerError", "Proposal", "ROUNDED", "Row", "accept", "changes", "pending", "propose"]
+__all__ = [
+    "BUILD",
+    "FOLDER",
+    "ROUNDED",
+    "Change",
+    "Ledger",
+    "LedgerError",
+    "Proposal",
+    "Row",
+    "accept",
+    "changes",
+    "pending",
+    "propose",
+    "reject",
+]
 
 SCHEMA = 1
 FOLDER = "counters"
@@ -157,7 +171,8 @@ class Proposal:
     row: Row
     case: str
     reason: str
-    path: Path = Path()
+    path: Path | None = None
+    """Where it lies, once it does."""
 
 
 def propose(folder: Path, one: Proposal) -> Path:
@@ -193,8 +208,8 @@ def accept(
     allow_many: bool = False,
     allow_dirty: bool = False,
 ) -> list[str]:
-    """Take proposals into the store in ``folder`` and delete them; what happened, one line each. Raises LedgerError before
-    anything is written."""
+    """Take proposals into the store in ``folder`` and delete them; what happened, one line each. Raises LedgerError
+    before anything is written."""
     if provenance.get("dirty") and not allow_dirty:
         raise LedgerError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
     ledgers: dict[str, Ledger] = {}
@@ -207,7 +222,8 @@ def accept(
         changing = [one for one in chosen if one.target == target and one.row.key in ledger.rows]
         if len(changing) > max(1, _MANY * len(ledger.rows)) and not allow_many:
             raise LedgerError(
-                f"{len(changing)} of {len(ledger.rows)} cases of {target} would change at once; --allow-many if all should"
+                f"{len(changing)} of {len(ledger.rows)} cases of {target} would change at once; --allow-many if all "
+                "of them should"
             )
     for one in chosen:
         rows = ledgers[one.target].rows
@@ -220,6 +236,12 @@ def accept(
         said.append(f"{one.target} {one.row.key}: {'new' if before is None else 'changed'}")
     for ledger in ledgers.values():
         ledger.write()
-    for one in chosen:
-        one.path.unlink(missing_ok=True)
+    reject(chosen)
     return said
+
+
+def reject(chosen: Iterable[Proposal]) -> None:
+    """Delete proposals."""
+    for one in chosen:
+        if one.path is not None:
+            one.path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_adapt.perf.ledger import FOLDER, Ledger, LedgerError, Proposal, accept, changes, pending
+from pytest_adapt.perf.ledger import FOLDER, Ledger, LedgerError, Proposal, accept, changes, pending, reject
 from pytest_adapt.perf.loads import LOADS
 
 __all__ = ["findings", "main"]
@@ -31,8 +31,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         chosen = _chosen(every, options)
         if options.command == "reject":
-            for one in chosen:
-                one.path.unlink(missing_ok=True)
+            reject(chosen)
             print(f"{len(chosen)} proposals deleted")
             return 0
         if options.store is None and shipped_store().read_only:

@@ -1,7 +1,7 @@
 """The loads that the gate measures: small, so that twenty of them fit into three minutes, and named for good.
 
-A name is part of a case id, and the counters on record are kept under it: a load that is renamed is one that is gone and
-one that is new.
+A name is part of a case id, and the counters on record are kept under it: a load that is renamed is one that is gone
+and one that is new.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Within a pair of processes slices alternate (ABBA or BAAB at random), so that wh
 is constant inside a process (hash seed, addresses, heap) does not average out there: it is as large as the changes that
 are looked for, so the unit of evidence is the pair of fresh processes, and rounds within it are none.
 
-Constants and their origin, measured on shared two-core virtual machines with the rule below (docs/gate.md has the table): the
-median over five pairs of eight blocks exceeds 5 % between equal code in 0 to 1.1 % of benchmarks by CPU time.
+The constants were measured on shared two-core virtual machines (docs/gate.md has the table): the median over five pairs
+of eight blocks exceeds 5 % between equal code in 0 to 1.1 % of benchmarks by CPU time.
 """
 
 from __future__ import annotations

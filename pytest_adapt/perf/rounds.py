@@ -100,8 +100,9 @@ def measure_round(
 ) -> Round:
     """What ``pairs`` fresh pairs of processes saw.
 
-    With ``control`` the baseline also stands against itself, in the first case that both sides run. With ``profile`` both sides are asked where
-    their time went. ``tell`` hears what is being done. A side that fails ends its benchmark, never the round.
+    With ``control`` the baseline also stands against itself, in the first case that both sides run; with ``profile``
+    both sides are asked where their time went. ``tell`` hears what is being done, ``start`` makes a process. A side that
+    fails ends its benchmark, never the round.
     """
     result = Round({one.case: Seen() for one in benchmarks})
     groups = [(key, list(those)) for key, those in itertools.groupby(benchmarks, key=lambda one: one.deployment)]

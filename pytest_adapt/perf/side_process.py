@@ -2,7 +2,7 @@
 
 A script, started by its path with the search path of its side, so that the same code measures two versions of all the
 rest: of what it finds there it uses the protocol alone (`Deployment`, `Request`, an adapter's open, run, close, and,
-where the target has them, control and stats). One JSON object a line in, one out; what the target prints goes to the log.
+where the target has them, control and stats). One JSON object a line in, one out; what the target prints goes to a log.
 
     do        with                                                     answer
     create    adapter (module:Class), argument, settings, plant        {}

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point; 0: no benchmark's present level is slower than the one before, 1: some is, 2: wrong usage, no runs."""
+    """Entry point; 0: no present level is slower than the one before it, 1: some is, 2: wrong usage, or no runs."""
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt trend", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=FILE, help="lines of JSON (default: %(default)s)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw all series into one picture")

@@ -1,4 +1,4 @@
-"""Where the built-in engine's time and memory go, by operation: wrappers around its op registry, only while asked for."""
+"""Where the built-in engine's time and memory go, by operation: wrappers around its op registry, while asked for."""
 
 from __future__ import annotations
 

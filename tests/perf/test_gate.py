@@ -1,4 +1,4 @@
-"""What the gate makes of what its rounds saw: control, confirmation, attribution, and nothing that is silently green."""
+"""What the gate makes of what its rounds saw: control, confirmation, attribution; nothing is silently green."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def {name}():
             return lambda *args, **kwargs: None
     return Anything()
 """)
-    case = "benchmark" if name == "stopwatch" else "loading"
+    case = "benchmark" if name in ("stopwatch", "gate") else "loading"
     profile = "--adapt-profile=full" if name in ("stopwatch", "context_length") else "--adapt-profile=smoke"
     case = "correctness" if name in ("context_length", "reference") else case
     result = folder.run_bare(*TARGET[:1], profile, case)

@@ -1,0 +1,122 @@
+"""Counters on record: exact, one line a case, changed by people alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_adapt.perf.ledger import Change, Ledger, LedgerError, Proposal, Row, accept, changes, pending, propose
+from pytest_adapt.perf.ledger_cli import findings, main
+
+BUILT = {"torch": "2.13", "native_ops": "swiglu"}
+ROW = Row("llama-odd single fp32 decode", {"steps": 12, "op.linear.calls": 96, "weight_bytes": 4096}, BUILT, "spec")
+WHO = {"reason": "first", "dirty": False}
+
+
+@pytest.mark.requirement(30, 108)
+def test_every_difference_is_one_with_both_numbers() -> None:
+    now = replace(ROW, counters={"steps": 12, "op.linear.calls": 120, "allocations": 3})
+    differing, left = changes(ROW, now)
+    assert left == ""
+    assert [str(one) for one in differing] == [
+        "allocations is new: 3",
+        "op.linear.calls 96 -> 120 (+25.0%)",
+        "weight_bytes is gone, it was 4096",
+    ]
+    assert changes(ROW, ROW) == ([], "")
+    assert str(Change("drifts", 0, 4)) == "drifts 0 -> 4"
+
+
+def test_another_build_leaves_out_what_depends_on_it_and_says_so() -> None:
+    other = replace(
+        ROW, counters={**ROW.counters, "op.linear.calls": 7}, build={"torch": "2.14", "native_ops": "swiglu"}
+    )
+    differing, left = changes(ROW, other)
+    assert differing == [] and left == (
+        "1 counters of operations and framework not compared: recorded with another build (torch '2.13' -> '2.14')"
+    )
+    (found,), _ = changes(ROW, replace(other, counters={**other.counters, "steps": 13}))
+    assert found.name == "steps"
+
+
+@pytest.mark.requirement(108)
+def test_a_proposal_is_taken_in_once_and_the_same_numbers_change_nothing(tmp_path: Path) -> None:
+    waiting, store = tmp_path / "pending", tmp_path / "store"
+    propose(waiting, Proposal("spin/1", "new", ROW, "case", "why"))
+    (one,) = pending(waiting)
+    assert (one.row, one.target, one.kind) == (ROW, "spin/1", "new")
+    assert accept(store, [one], WHO) == ["spin/1 llama-odd single fp32 decode: new"]
+    assert pending(waiting) == []
+    ledger = Ledger.find([tmp_path / "none", store], "spin/1")
+    assert ledger is not None and ledger.rows[ROW.key].provenance["proposed"] == "why"
+    before = ledger.path.read_bytes()
+    assert accept(store, [replace(one, reason="again")], {**WHO, "reason": "later"}) == [
+        "spin/1 llama-odd single fp32 decode: same"
+    ]
+    assert ledger.path.read_bytes() == before
+    assert len(ledger.path.read_text().splitlines()) == 3  # one line a case, between head and tail
+    assert [row.key for row in ledger.gone("llama-odd single fp32", ["prefill"])] == [ROW.key]
+    assert ledger.gone("llama-odd single fp32", ["decode"]) == ledger.gone("llama-odd single bf16", []) == []
+
+
+def test_refusals(tmp_path: Path) -> None:
+    rows = [replace(ROW, key=f"llama-odd single fp32 {number}") for number in range(10)]
+    new = [Proposal("spin", "new", row, "case", "") for row in rows]
+    with pytest.raises(LedgerError, match="--allow-dirty"):
+        accept(tmp_path, new, {"dirty": True})
+    assert not (tmp_path / "counters").exists()
+    accept(tmp_path, new, WHO)
+    changed = [replace(one, row=replace(one.row, counters={"steps": 1})) for one in new]
+    with pytest.raises(LedgerError, match="10 of 10 cases of spin would change at once; --allow-many"):
+        accept(tmp_path, changed, WHO)
+    assert accept(tmp_path, changed[:2], WHO)[0].endswith("changed")
+    assert len(accept(tmp_path, changed, WHO, allow_many=True)) == 10
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 9, "target": "a", "cases": []}', '{"schema": 1, "cases": [1]}'])
+def test_a_ledger_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "counters" / "spin.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(LedgerError, match=r"spin\.json: "):
+        Ledger.find([tmp_path], "spin")
+
+
+def test_the_command_lists_rejects_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waiting, store = tmp_path / "pending", tmp_path / "store"
+    words = ["--store", str(store), "--pending", str(waiting)]
+    assert main([*words, "list"]) == 0 and "nothing is pending" in capsys.readouterr().out
+    propose(waiting, Proposal("spin", "new", ROW, "case", "because"))
+    assert main([*words, "list"]) == 0
+    assert "- **spin** llama-odd single fp32 decode (new): because" in capsys.readouterr().out
+    assert main([*words, "accept", "--reason", "x"]) == 1 and "name the cases, or --all" in capsys.readouterr().err
+    assert main([*words, "accept", "nothing", "--reason", "x"]) == 1
+    assert main([*words, "accept", "*decode", "--reason", "x", "--allow-dirty"]) == 0
+    propose(waiting, Proposal("spin", "update", replace(ROW, counters={"steps": 13}), "case", ""))
+    capsys.readouterr()
+    assert main([*words, "list"]) == 0
+    assert "    - steps 12 -> 13 (+8.3%)" in capsys.readouterr().out
+    assert main([*words, "reject", "--all"]) == 0 and pending(waiting) == []
+    assert main([*words, "verify"]) == 0
+    path = Ledger.place(store, "spin")
+    raw = json.loads(path.read_text())
+    raw["cases"] += [
+        {**raw["cases"][0], "key": key} for key in ("llama-odd single fp32 sprint", "lama single fp32 decode")
+    ]
+    path.write_text(json.dumps(raw))
+    assert [line.partition(": ")[0] for line in findings(store)] == ["gone", "gone"]
+    (waiting / "counters" / "0.json").write_text("no")
+    assert main([*words, "list"]) == 1 and "no proposal of counters" in capsys.readouterr().err
+
+
+@pytest.mark.requirement(108)
+def test_the_shipped_counters_are_about_loads_and_models_that_exist() -> None:
+    from pytest_adapt.shipped import goldens_dir
+
+    assert findings(goldens_dir()) == []
+    ledger = Ledger.find([goldens_dir()], "adapt-engine")
+    assert ledger is not None and len(ledger.rows) >= 40
+    assert all(row.counters["steps"] > 0 and row.provenance["reason"] for row in ledger.rows.values())
