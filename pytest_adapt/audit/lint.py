@@ -90,9 +90,12 @@ def lint_waivers(path: Path, report: Path, every: Sequence[Claim], today: dateti
 
 
 def lint_goldens(directory: Path | None) -> list[Finding]:
-    """What `goldens verify` finds without a checkpoint: everything but changed weights and changed random prompts."""
+    """What `goldens verify` finds without a checkpoint (everything but changed weights and changed random prompts), and
+    counters on record of models and loads that are gone."""
     from pytest_adapt.golden.lint import catalogue_keys, served_lengths, verify
     from pytest_adapt.golden.store import Store, StoreError, shipped_store
+    from pytest_adapt.perf.ledger import LedgerError
+    from pytest_adapt.perf.ledger_cli import findings as counters_findings
 
     store = shipped_store() if directory is None else Store(directory)
     try:
@@ -100,9 +103,12 @@ def lint_goldens(directory: Path | None) -> list[Finding]:
         # A store of one's own need not hold everything; what it holds must be about something.
         keys = {name: key for name, key in catalogue_keys(store).items() if directory is None or name in there}
         findings = verify(store, keys, served=served_lengths())
-    except StoreError as problem:
+        gone = counters_findings(store.directory)
+    except (StoreError, LedgerError) as problem:
         return [Finding("goldens", str(problem))]
-    return [Finding("goldens", f"{one.kind}: {one.message}") for one in findings]
+    return [Finding("goldens", f"{one.kind}: {one.message}") for one in findings] + [
+        Finding("goldens", s) for s in gone
+    ]
 
 
 def lint_budgets(directory: Path | None, root: Path) -> list[Finding]:

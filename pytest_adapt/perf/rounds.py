@@ -101,7 +101,7 @@ def measure_round(
     """What ``pairs`` fresh pairs of processes saw.
 
     With ``control`` the baseline also stands against itself, in the first case that both sides run; with ``profile``
-    both sides are asked where their time went. ``tell`` hears what is being done, ``start`` makes a process. A side that
+    both sides are asked where their time went. ``tell`` hears what is done, ``start`` makes a process. A side that
     fails ends its benchmark, never the round.
     """
     result = Round({one.case: Seen() for one in benchmarks})

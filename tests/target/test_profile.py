@@ -1,0 +1,128 @@
+"""The built-in engine's profile by operation: exact counts, seconds that add up, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_adapt.faults.slowness import SLOWDOWNS, slow_op
+from pytest_adapt.models import materialise
+from pytest_adapt.target.protocol import Deployment, Request, TargetError
+from pytest_adapt.target.registry import resolve
+
+PROMPT = tuple(range(5, 29))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return materialise("qwen3-moe-odd", tmp_path_factory.getbasetemp() / "models")
+
+
+@pytest.fixture
+def target(directory: Path) -> Iterator[Any]:
+    made: Any = resolve("builtin").create()
+    made.open(Deployment(str(directory)))
+    yield made
+    made.close()
+
+
+def run(target: Any, new: int = 4) -> dict[str, float]:
+    """What the counters rose by."""
+    before = target.stats()
+    (answer,) = target.run([Request("0", PROMPT, new)])
+    assert answer.error is None and len(answer.tokens) == new
+    return {name: value - before.get(name, 0.0) for name, value in target.stats().items()}
+
+
+@pytest.mark.requirement(30)
+def test_counts_are_the_same_every_time(target: Any) -> None:
+    plain = run(target)
+    assert not any(name.startswith(("op.", "framework.")) for name in plain)
+    target.control("profile", what="counts")
+    first, second = run(target), run(target)
+    assert {name: value for name, value in first.items() if "share" not in name} == {
+        name: value for name, value in second.items() if "share" not in name
+    }
+    # 4 tokens drawn of the last row of each step; three layers and one more norm; one table lookup a step.
+    assert first["op.embedding.calls"] == first["op.lm_head.calls"] == first["op.sample.calls"] == first["steps"] == 4
+    assert first["op.embedding.bytes"] > 4 * 90 and first["framework.allocations"] > 100
+    assert first["framework.allocated_bytes"] > first["framework.allocations"]
+    more = run(target, 5)
+    assert more["op.lm_head.calls"] == 5 and more["framework.calls"] > first["framework.calls"]
+
+
+@pytest.mark.requirement(110)
+@pytest.mark.parametrize("clock", ["cpu", "wall"])
+def test_seconds_of_operations_are_their_own(target: Any, clock: str) -> None:
+    target.control("profile", what="time", clock=clock)
+    found = run(target, 8)
+    spent = {name: value for name, value in found.items() if name.endswith(".seconds")}
+    assert all(value >= 0 for value in spent.values()) and spent["op.linear.seconds"] > 0
+    # The experts are made of linear layers: what those take is not counted twice.
+    (answer,) = target.run([Request("1", PROMPT, 8)])
+    assert sum(spent.values()) < 2 * (answer.seconds or 0.0)
+
+
+def test_off_is_off_and_what_was_summed_stays(target: Any) -> None:
+    call = target.engine.kernels_registry.ops.linear
+    target.control("profile", what="counts")
+    run(target)
+    assert target.engine.kernels_registry.ops.linear is not call
+    target.control("profile", what="off")
+    assert target.engine.kernels_registry.ops.linear is call
+    assert run(target)["op.linear.calls"] == 0 and target.stats()["op.linear.calls"] > 0
+    target.control("profile", what="off")
+
+
+def test_what_is_no_profile_is_refused(target: Any) -> None:
+    with pytest.raises(TargetError, match="there are time and counts, cpu and wall"):
+        target.control("profile", what="speed")
+    with pytest.raises(TargetError, match=r"no control profile\(\); there is abort\(id\), and profile"):
+        target.control("profile")
+    target.close()
+    with pytest.raises(TargetError, match="not profiled"):
+        target.control("profile", what="time")
+
+
+@pytest.mark.requirement(46)
+def test_ranks_of_one_process_are_counted_together(directory: Path) -> None:
+    target: Any = resolve("builtin").create()
+    target.open(Deployment(str(directory), layout="pp2"))
+    target.control("profile", what="counts")
+    found = run(target)
+    assert found["op.lm_head.calls"] == 4 and found["comm_calls"] > 0 and found["comm_bytes"] > 0
+    target.control("profile", what="time", clock="cpu")
+    assert run(target)["op.linear.seconds"] > 0
+    target.close()
+
+
+@pytest.mark.requirement(110)
+def test_a_slow_operation_shows_in_its_own_seconds(directory: Path) -> None:
+    target: Any = resolve("builtin").create()
+    slow_op(target.seams, "attention", 2e-3)
+    target.open(Deployment(str(directory)))
+    target.control("profile", what="time", clock="cpu")
+    found = run(target)
+    assert found["op.attention.seconds"] >= 2e-3 * found["op.attention.calls"]
+    assert found["op.attention.seconds"] > 5 * found["op.linear.seconds"] / 2
+    target.close()
+    target.seams.restore()
+
+
+@pytest.mark.requirement(105)
+@pytest.mark.parametrize("name", SLOWDOWNS)
+def test_what_is_slowed_answers_as_before(directory: Path, name: str) -> None:
+    answers = []
+    for fault in (None, SLOWDOWNS[name]):
+        target: Any = resolve("builtin").create()
+        if fault is not None:
+            fault.install(target.seams)
+        target.open(Deployment(str(directory)))
+        (answer,) = target.run([Request("0", PROMPT, 4)])
+        answers.append(answer.tokens)
+        target.close()
+        target.seams.restore()
+    assert answers[0] == answers[1]
