@@ -313,7 +313,7 @@ class Asked:
         if estimate is not None:
             ratios = tuple(math.exp(pair) for pair in estimate.pairs)
             judge.figures.append(Figure(load, f"{found.clock} time to the baseline's", "ratio", ratios))
-            judge.figures.append(Figure(load, f"{found.clock} time of one run, baseline", "s", found.seconds[:1]))
+            judge.figures.append(Figure(load, f"baseline's {found.clock} time of one run", "s", found.seconds[:1]))
             judge.figures.append(Figure(load, f"{found.clock} time of one run", "s", found.seconds[1:]))
 
     def _ledger(self, target: str) -> Any:

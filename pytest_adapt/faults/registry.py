@@ -113,6 +113,8 @@ class Fault:
     """Context lengths at which the fault shows; () for those of the profile."""
     reduced: tuple[Callable[[Seams], None], tuple[int, ...]] | None = None
     """The same fault with smaller numbers, and the lengths at which it shows then: for runs of seconds."""
+    options: tuple[str, ...] = ()
+    """Of the command line, without which it does not show."""
 
     @property
     def white_box(self) -> bool:
@@ -136,7 +138,7 @@ class Fault:
         words = [f"--adapt-inject={self.id}", f"--adapt-models={self.models[0]}", f"--adapt-layouts={self.layout}"]
         if self.contexts:
             words.append(f"--adapt-contexts={','.join(map(str, self.contexts))}")
-        words += ["-k", f"{self.suite} and {self.where or 'sites'}"]
+        words += [*self.options, "-k", f"{self.suite} and {self.where or 'sites'}"]
         return shlex.join(["pytest", "--adapt-target=builtin", *words])
 
 

@@ -95,6 +95,7 @@ def _slowdown(identifier: str, title: str, report: str, install: Any) -> Fault:
         observable="text",
         where="slower",
         says="regression",
+        options=("--adapt-gate=times", "--adapt-baseline=builtin"),
     )
 
 

@@ -111,6 +111,12 @@ class Builder:
 
         return a, self._once("side-b", told.hexdigest()[:_KEY], copy)
 
+    def _forget(self, place: Path) -> None:
+        """Delete older builds of a side."""
+        others = [one for one in place.parent.iterdir() if one != place and len(one.name) == _KEY]
+        for one in sorted(others, key=lambda one: one.stat().st_mtime)[: max(0, len(others) - _KEPT + 1)]:
+            shutil.rmtree(one, ignore_errors=True)
+
     def _key(self, of: str) -> str:
         """The same sources, built otherwise or for another interpreter, are another build."""
         parts = (of, self.command, sys.executable, sys.version)
@@ -151,11 +157,14 @@ class Builder:
             raise
         if not place.is_dir():
             part.replace(place)
+            self._forget(place)
         else:  # another run was quicker
             shutil.rmtree(part, ignore_errors=True)
         return place
 
 
+_KEPT = 4
+"""Builds of each side that are kept, the newest: each state of the working tree is one."""
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
 
 

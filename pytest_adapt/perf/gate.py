@@ -146,7 +146,8 @@ class Gate:
         if invalid := self._invalid():
             found = Finding("invalid machine", clock.name, f"{invalid}; measured: {found.verdict}, {found.why}")
         last = confirming or first
-        shares = tuple(attribute(confirming.profiles)) if confirming and found.verdict in _CHANGED else ()
+        sign = _CHANGED.get(found.verdict, 0)
+        shares = tuple(attribute(confirming.profiles, sign)) if confirming and sign else ()
         notes = [f"the machine: {self.machine}"] if found.verdict not in ("same", "improvement") else []
         if first.tokens.get("A") != first.tokens.get("B"):
             notes.append("the sides do not write the same tokens: the times are of different answers")
@@ -203,7 +204,7 @@ class Gate:
         ]
 
 
-_CHANGED = ("regression", "improvement")
+_CHANGED = {"regression": 1, "improvement": -1}
 
 
 def _by_deployment(benchmarks: Iterable[Benchmark]) -> list[Benchmark]:

@@ -132,6 +132,10 @@ def test_a_change_is_put_down_to_the_operation_that_changed() -> None:
     assert str(shares[0]) == "linear 3 -> 3.6 ms (+0.6 ms, 48 -> 60 calls)"
     assert attribute([profile(0.0, host=0.004)] * 3)[0].op == HOST
     assert attribute([]) == []
+    quicker = Profile(
+        {"A": {"a": (1.0, 0.5), "b": (1.0, 0.2)}, "B": {"a": (1.0, 0.1), "b": (1.0, 0.3)}}, dict(A=1.0, B=0.7)
+    )
+    assert [attribute([quicker], sign)[0].op for sign in (1, -1)] == ["b", "a"]
     gate = Scripted({"a": seen(*SLOW)}, {"a": seen(*(1.1,) * 7, profiles=[profile(0.0006)] * 7)})
     found = gate.times(gate.planned()[0])
     assert found.op == "linear" and any(line.startswith("where: linear 3 -> 3.6 ms") for line in found.lines())
