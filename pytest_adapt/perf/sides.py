@@ -102,7 +102,11 @@ class Measuring:
     def opened(self) -> Mapping[str, Any]:
         """Name and version of the target that was asked for. Raises Declined or TargetError."""
         if not self._created:
-            self.answer("create")
+            try:
+                self.answer("create")
+            except (Declined, TargetError):
+                self.stop()  # there is nothing that could open
+                raise
             self._created = True
         return self.answer("open")
 

@@ -133,7 +133,7 @@ def test_a_change_is_put_down_to_the_operation_that_changed() -> None:
     assert attribute([profile(0.0, host=0.004)] * 3)[0].op == HOST
     assert attribute([]) == []
     quicker = Profile(
-        {"A": {"a": (1.0, 0.5), "b": (1.0, 0.2)}, "B": {"a": (1.0, 0.1), "b": (1.0, 0.3)}}, dict(A=1.0, B=0.7)
+        {"A": {"a": (1.0, 0.5), "b": (1.0, 0.2)}, "B": {"a": (1.0, 0.1), "b": (1.0, 0.3)}}, {"A": 1.0, "B": 0.7}
     )
     assert [attribute([quicker], sign)[0].op for sign in (1, -1)] == ["b", "a"]
     gate = Scripted({"a": seen(*SLOW)}, {"a": seen(*(1.1,) * 7, profiles=[profile(0.0006)] * 7)})
