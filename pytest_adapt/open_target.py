@@ -232,14 +232,16 @@ class OpenTarget:
 
     def profile(self, what: str) -> bool:
         """Ask the target to sum up its operations from now on (``what``: time, counts or off); its `stats` tell the
-        sums. False where it has no such control."""
-        control = getattr(self._opened.target, "control", None)
-        if control is None:
+        sums. False where it has no profile, or not of this deployment."""
+        profile = getattr(self._opened.target, "profile", None)
+        if profile is None:
             return False
         try:
-            control("profile", what=what)
-        except Exception:  # a target that lacks it says so in its own way
+            profile(what)
+        except TargetError:
             return False
+        except Exception as error:  # the target's code may raise anything
+            raise _optional_failed(self.info, "profile", error) from error
         return True
 
     @property

@@ -35,11 +35,11 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     target.profile("counts")
     try:
         before = target.stats()
-        if not before:
-            raise Verdict(Status.UNSUPPORTED, f"{target.info.name} shows no counters (stats)")
         prompts = {str(number): tokens for number, tokens in enumerate(load.prompts(model))}
         answers = target.generate_all(prompts, load.new, ("text",))
         after = target.stats()
+        if not after:
+            raise Verdict(Status.UNSUPPORTED, f"{target.info.name} shows no counters (stats)")
     finally:
         target.profile("off")
     for answer in answers.values():
@@ -56,10 +56,10 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     return Row(key_of(target, model, load.name), counters, told, _spec(model))
 
 
-def held_against(ledger: Ledger | None, found: Row, target: str) -> tuple[Status, str]:
+def held_against(ledger: Ledger | None, found: Row | None, target: str) -> tuple[Status, str]:
     """(status, why) of what was counted: pass, unchecked (no record of this target), new, stale or mismatch."""
     accepting = "record: --adapt-goldens=new, then python -m pytest_adapt counters accept"
-    if ledger is None:
+    if ledger is None or found is None:
         return Status.UNCHECKED, f"no counters of {target} are on record; {accepting}"
     recorded = ledger.rows.get(found.key)
     if recorded is None:

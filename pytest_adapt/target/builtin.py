@@ -188,21 +188,15 @@ class BuiltinTarget:
         """``control("abort", id=...)``: end a request of the run in progress before its next step.
 
         It is answered with finish ``abort`` and the tokens it has by then; an id that is not in flight is ignored.
-        May be called from another thread than the one that runs.
-
-        ``control("profile", what="time" | "counts" | "off", clock="cpu" | "wall")``: what runs from now on is summed by
-        operation, and `stats` tells the sums. Raises TargetError for any other name, and where ranks have processes.
+        May be called from another thread than the one that runs. Raises TargetError for any other name.
         """
-        if name == "profile" and "what" in arguments and set(arguments) <= {"what", "clock"}:
-            self._control_profile(**arguments)
-            return
         if name != "abort" or set(arguments) != {"id"}:
-            raise TargetError(
-                f"builtin: no control {name}({', '.join(arguments)}); there is abort(id), and profile(what, clock)"
-            )
+            raise TargetError(f"builtin: no control {name}({', '.join(arguments)}); there is abort(id)")
         self._aborts.append(str(arguments["id"]))
 
-    def _control_profile(self, what: str, clock: str = "wall") -> None:
+    def profile(self, what: str, clock: str = "wall") -> None:
+        """Sum up what runs from now on, by operation: ``what`` is time, counts or off, ``clock`` cpu or wall; `stats`
+        tells the sums. Raises TargetError, also where ranks have processes of their own."""
         if what == "off":
             self._profile.stop()
             return

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_adapt.target.dispatch import dispatch_watcher
+
 if TYPE_CHECKING:
     from adapt_engine.kernels import KernelRegistry, WrapHandle
 
@@ -60,7 +62,7 @@ class OpProfile:
         if not self._counting:
             yield
             return
-        with _watcher(self._add):
+        with dispatch_watcher(self._add):
             yield
 
     def _add(self, name: str, value: float) -> None:
@@ -109,29 +111,3 @@ def _bytes(value: Any) -> int:
     if isinstance(value, tuple | list):
         return sum(map(_bytes, value))
     return 0
-
-
-def _watcher(add: Callable[[str, float], None]) -> Any:
-    from torch import Tensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Counts dispatched calls, and storages that come out of a call and did not go in."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            answer = func(*args, **(kwargs or {}))
-            given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            add("framework.calls", 1)
-            made = {_storage(leaf): leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)}
-            for storage, leaf in made.items():
-                if storage not in given:
-                    add("framework.allocations", 1)
-                    add("framework.allocated_bytes", leaf.untyped_storage().nbytes())
-            return answer
-
-    return Watcher()  # type: ignore[no-untyped-call]
-
-
-def _storage(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)

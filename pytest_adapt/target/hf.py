@@ -16,7 +16,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from pytest_adapt import sites
 from pytest_adapt.oracle import Checkpoint, OracleError
 from pytest_adapt.perf.memory import own_peak
 from pytest_adapt.target.hf_ops import HfOps
+from pytest_adapt.target.hf_profile import ModuleProfile
 from pytest_adapt.target.protocol import (
     Deployment,
     Info,
@@ -83,6 +84,7 @@ class HfTarget:
         self._model: Any = None
         self._ops = HfOps(options["device"])
         self._recorder: Any = None
+        self._profile: ModuleProfile | None = None
         self._stack = ExitStack()
         self._deployment = Deployment("")
         self._eos: frozenset[int] = frozenset()
@@ -108,7 +110,7 @@ class HfTarget:
         started = time.perf_counter()
         model, warnings = self._load(deployment)
         seconds = time.perf_counter() - started
-        self._model, self._deployment = model, deployment
+        self._model, self._deployment, self._profile = model, deployment, ModuleProfile(model)
         from pytest_adapt.target.hf_taps import SITES, TapRecorder, watched_attention
 
         self._recorder = TapRecorder(model, deployment.taps)
@@ -175,7 +177,7 @@ class HfTarget:
         if self._recorder is not None:
             self._recorder.remove()
         self._stack.close()
-        self._model = self._recorder = self._tokenizer = None
+        self._model = self._recorder = self._tokenizer = self._profile = None
         gc.collect()
 
     def run_op(
@@ -183,6 +185,19 @@ class HfTarget:
     ) -> dict[str, np.ndarray]:
         """One operator by transformers' eager code or the torch function that it calls."""
         return self._ops.run(name, inputs, attributes)
+
+    def profile(self, what: str, clock: str = "wall") -> None:
+        """Sum up what runs from now on, by class of module (`hf_profile`). Raises TargetError."""
+        if self._profile is None:
+            raise TargetError("target hf: not open")
+        try:
+            self._profile.stop() if what == "off" else self._profile.start(what, clock)
+        except ValueError as error:
+            raise TargetError(f"target hf: {error}") from error
+
+    def stats(self) -> dict[str, float]:
+        """The sums of a profile that was on since the model was loaded."""
+        return {} if self._profile is None else self._profile.counters()
 
     def peak_memory(self, reset: bool = False) -> int | None:
         """Largest number of bytes held since the last reset: on an accelerator what torch allocated there, else the
@@ -338,13 +353,14 @@ class HfTarget:
         recorder = self._recorder
         recorder.seen, recorder.batch, recorder.tokens = {}, len(running), width
         extra = {} if cache is None else {_cache_argument(self._model): cache}
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=mask if any(pads) else None,
-            position_ids=positions,
-            use_cache=cache is not None,
-            **extra,
-        )
+        with self._profile.watching() if self._profile is not None else nullcontext():
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=mask if any(pads) else None,
+                position_ids=positions,
+                use_cache=cache is not None,
+                **extra,
+            )
         for row, (sequence, pad) in enumerate(zip(running, pads, strict=True)):
             if sequence.finish:
                 continue

@@ -210,6 +210,9 @@ class Target(Protocol):
     # Optional methods, looked up by name: peak_memory(reset: bool) -> int | None, largest number of bytes held since
     # the last reset, where the model lies (None: it cannot tell); tokenize(text) -> list[int]; detokenize(ids) -> str;
     # stats() -> Mapping[str, float]; control(name, **arguments).
+    # profile(what, clock="wall"): from now on sum up what runs, by operation, until profile("off"); `stats` tells the
+    # sums, op.NAME.calls and, with what "time", op.NAME.seconds by clock "cpu" or "wall" (those of operations inside
+    # another are not its own); with "counts" exact counters alone. Off, nothing is paid for it.
     # run_op(name, inputs: Mapping[str, ndarray], attributes) -> Mapping[str, ndarray] computes one operator of
     # Info.ops in the deployment's precision (`pytest_adapt.operators`). Arrays lie in the format of the precision:
     # float32, float16, or uint16 with the bits of a bfloat16; views with strides, not to be written to. The attribute

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["PyTarget"]
 
 _FRAMES = 3
-_OPTIONAL = ("tokenize", "detokenize", "stats", "control", "peak_memory", "run_op")
+_OPTIONAL = ("tokenize", "detokenize", "stats", "control", "profile", "peak_memory", "run_op")
 
 
 class PyTarget:

@@ -41,7 +41,7 @@ def run(target: Any, new: int = 4) -> dict[str, float]:
 def test_counts_are_the_same_every_time(target: Any) -> None:
     plain = run(target)
     assert not any(name.startswith(("op.", "framework.")) for name in plain)
-    target.control("profile", what="counts")
+    target.profile("counts")
     first, second = run(target), run(target)
     assert {name: value for name, value in first.items() if "share" not in name} == {
         name: value for name, value in second.items() if "share" not in name
@@ -57,7 +57,7 @@ def test_counts_are_the_same_every_time(target: Any) -> None:
 @pytest.mark.requirement(110)
 @pytest.mark.parametrize("clock", ["cpu", "wall"])
 def test_seconds_of_operations_are_their_own(target: Any, clock: str) -> None:
-    target.control("profile", what="time", clock=clock)
+    target.profile("time", clock)
     found = run(target, 8)
     spent = {name: value for name, value in found.items() if name.endswith(".seconds")}
     assert all(value >= 0 for value in spent.values()) and spent["op.linear.seconds"] > 0
@@ -68,33 +68,31 @@ def test_seconds_of_operations_are_their_own(target: Any, clock: str) -> None:
 
 def test_off_is_off_and_what_was_summed_stays(target: Any) -> None:
     call = target.engine.kernels_registry.ops.linear
-    target.control("profile", what="counts")
+    target.profile("counts")
     run(target)
     assert target.engine.kernels_registry.ops.linear is not call
-    target.control("profile", what="off")
+    target.profile("off")
     assert target.engine.kernels_registry.ops.linear is call
     assert run(target)["op.linear.calls"] == 0 and target.stats()["op.linear.calls"] > 0
-    target.control("profile", what="off")
+    target.profile("off")
 
 
 def test_what_is_no_profile_is_refused(target: Any) -> None:
     with pytest.raises(TargetError, match="there are time and counts, cpu and wall"):
-        target.control("profile", what="speed")
-    with pytest.raises(TargetError, match=r"no control profile\(\); there is abort\(id\), and profile"):
-        target.control("profile")
+        target.profile("speed")
     target.close()
     with pytest.raises(TargetError, match="not profiled"):
-        target.control("profile", what="time")
+        target.profile("time")
 
 
 @pytest.mark.requirement(46)
 def test_ranks_of_one_process_are_counted_together(directory: Path) -> None:
     target: Any = resolve("builtin").create()
     target.open(Deployment(str(directory), layout="pp2"))
-    target.control("profile", what="counts")
+    target.profile("counts")
     found = run(target)
     assert found["op.lm_head.calls"] == 4 and found["comm_calls"] > 0 and found["comm_bytes"] > 0
-    target.control("profile", what="time", clock="cpu")
+    target.profile("time", "cpu")
     assert run(target)["op.linear.seconds"] > 0
     target.close()
 
@@ -104,7 +102,7 @@ def test_a_slow_operation_shows_in_its_own_seconds(directory: Path) -> None:
     target: Any = resolve("builtin").create()
     slow_op(target.seams, "attention", 2e-3)
     target.open(Deployment(str(directory)))
-    target.control("profile", what="time", clock="cpu")
+    target.profile("time", "cpu")
     found = run(target)
     assert found["op.attention.seconds"] >= 2e-3 * found["op.attention.calls"]
     assert found["op.attention.seconds"] > 5 * found["op.linear.seconds"] / 2
@@ -126,3 +124,34 @@ def test_what_is_slowed_answers_as_before(directory: Path, name: str) -> None:
         target.close()
         target.seams.restore()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.requirement(110)
+def test_transformers_modules_are_profiled_by_class(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("transformers")
+    target: Any = resolve("hf:").create()
+    target.open(Deployment(str(materialise("llama-odd", tmp_path_factory.getbasetemp() / "models"))))
+
+    def run(new: int) -> tuple[dict[str, float], float]:
+        before = target.stats()
+        (answer,) = target.run([Request("0", PROMPT, new)])
+        return {name: value - before.get(name, 0.0) for name, value in target.stats().items()}, answer.seconds
+
+    assert run(2)[0] == {}
+    target.profile("counts")
+    first, second = run(3)[0], run(3)[0]
+    assert first == second
+    # Three forward passes of four layers: two norms each and one at the end, seven linear maps each and the head.
+    assert (first["op.LlamaRMSNorm.calls"], first["op.Linear.calls"]) == (3 * 9, 3 * 29)
+    assert first["framework.calls"] > first["op.Linear.calls"]
+    target.profile("time", "wall")
+    found, seconds = run(3)
+    spent = {name: value for name, value in found.items() if name.endswith(".seconds")}
+    assert 0 < sum(spent.values()) < seconds and spent["op.Linear.seconds"] > 0
+    target.profile("off")
+    assert run(2)[0]["op.Linear.calls"] == 0
+    with pytest.raises(TargetError, match="there are time and counts"):
+        target.profile("speed")
+    target.close()
+    with pytest.raises(TargetError, match="not open"):
+        target.profile("time")
