@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Clock", "Facts", "Machine", "choose_clock", "free_cores", "machine", "steal_since"]
+__all__ = [
+    "Clock",
+    "Facts",
+    "Machine",
+    "choose_clock",
+    "idle_ticks",
+    "machine",
+    "own_cores",
+    "quietest_core",
+    "steal_since",
+]
 
 _MAIN_SHARE = 0.95
 """Share of a process's CPU time that its main thread has where there is one thread that computes."""
@@ -109,6 +119,28 @@ def steal_since(before: Machine, after: Machine) -> float:
     return (after.steal - before.steal) / passed if passed > 0 else 0.0
 
 
-def free_cores() -> Sequence[int]:
+def own_cores() -> Sequence[int]:
     """Cores that this process may run on, in order; empty where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+
+
+def idle_ticks(stat: Path = Path("/proc/stat")) -> dict[int, int]:
+    """Core -> ticks that it has idled since boot; empty where the system does not say."""
+    found = {}
+    try:
+        for line in stat.read_text().splitlines():
+            name, *ticks = line.split()
+            if name.startswith("cpu") and name[3:].isdigit():
+                found[int(name[3:])] = int(ticks[3])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return found
+
+
+def quietest_core(cores: Sequence[int], before: Mapping[int, int], after: Mapping[int, int], turn: int) -> int | None:
+    """The core that idled most between two moments; of equals the next one by ``turn``. None where there is none."""
+    if not cores:
+        return None
+    idled = {core: after.get(core, 0) - before.get(core, 0) for core in cores}
+    most = [core for core in cores if idled[core] == max(idled.values())]
+    return most[turn % len(most)]

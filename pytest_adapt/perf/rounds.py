@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_adapt.perf.clocks import Clock, Facts, choose_clock, free_cores
+from pytest_adapt.perf.clocks import Clock, Facts, choose_clock, idle_ticks, own_cores, quietest_core
 from pytest_adapt.perf.paired import BLOCKS, Estimate, block_orders, block_ratio, pair_estimate
 from pytest_adapt.perf.sides import Declined, Measuring, Side
 from pytest_adapt.target.protocol import Deployment, TargetError
@@ -29,6 +30,8 @@ _LEAST_BLOCKS = 2
 _MOST_SECONDS = BLOCKS * 4 * 4 * SLICE
 """Of one benchmark in one pair: where a single run takes longer than a slice, there are fewer blocks."""
 _PROFILED = "ABBA"
+_LOOK = 0.1
+"""Seconds for which it is looked which core is quiet."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,9 @@ class _Pair:
     ) -> None:
         self._sides, self._seed, self._dice = sides, seed, dice
         self._logs, self._timeout, self._start = logs, timeout, start
-        self._cores = list(free_cores())
-        self._core = [self._cores[number % len(self._cores)]] if self._cores else []
+        self._cores = list(own_cores())
+        self._number = number
+        self._core: list[int] = []
         self._processes: dict[str, Measuring] = {}
         self._stack = ExitStack()
 
@@ -239,7 +243,7 @@ class _Pair:
         clock = choose_clock(Facts.of(warm["A"]), Facts.of(warm["B"]))
         if seen.clock is None or clock.name == "wall":
             seen.clock = clock
-        cores = self._core if clock.name == "cpu" else self._cores
+        cores = self._quiet_core() if clock.name == "cpu" else self._cores
         for name in names:
             self._ask(name, "pin", cores=cores)
         once = max(found["once"] for found in warm.values()) / 1e9
@@ -262,6 +266,15 @@ class _Pair:
             seen.seconds[side].append(total / (2 * blocks * repeats))
         if profile and not seen.no_profile:
             self._profile(one, places, clock, repeats, seen)
+
+    def _quiet_core(self) -> list[int]:
+        """The core of this pair, looked for once, while its processes wait: the one with the fewest neighbours."""
+        if not self._core and self._cores:
+            before = idle_ticks()
+            time.sleep(_LOOK)
+            core = quietest_core(self._cores, before, idle_ticks(), self._number)
+            self._core = [] if core is None else [core]
+        return self._core
 
     def _profile(self, one: Benchmark, places: Mapping[str, str], clock: Clock, repeats: int, seen: Seen) -> None:
         taken: dict[str, list[dict[str, Any]]] = {"A": [], "B": []}

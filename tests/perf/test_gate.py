@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from pytest_adapt.perf.attribution import HOST, attribute
-from pytest_adapt.perf.clocks import Clock, Facts, Machine, choose_clock, machine, steal_since
+from pytest_adapt.perf.clocks import (
+    Clock,
+    Facts,
+    Machine,
+    choose_clock,
+    idle_ticks,
+    machine,
+    quietest_core,
+    steal_since,
+)
 from pytest_adapt.perf.gate import Gate
 from pytest_adapt.perf.rounds import Benchmark, Profile, Round, Seen
 from pytest_adapt.perf.sides import Side
@@ -173,5 +182,11 @@ def test_the_machine_is_told(tmp_path: Path) -> None:
     before = machine(stat)
     stat.write_text("cpu  150 0 150 700 0 0 0 200 0 0\ncpu0 1\n")
     assert steal_since(before, machine(stat)) == pytest.approx(0.5)
+    assert idle_ticks(tmp_path / "absent") == {}
+    stat.write_text("cpu 1 1 1 9\ncpu0 5 0 5 100 0\ncpu1 5 0 5 300 0\nintr 1\n")
+    assert idle_ticks(stat) == {0: 100, 1: 300}
+    assert quietest_core([0, 1], {0: 100, 1: 300}, {0: 110, 1: 305}, 1) == 0
+    assert [quietest_core([0, 1], {}, {}, turn) for turn in (0, 1, 2)] == [0, 1, 0]
+    assert quietest_core([], {}, {}, 0) is None
     assert machine(tmp_path / "absent").total == 0 and steal_since(before, before) == 0.0
     assert "load average 1.5 on 2 cores" in str(Machine(1.5, 2, 0, 0))
