@@ -282,10 +282,14 @@ class Asked:
         found = self._gating.times(benchmark_of(self._state.case, deployment, model, load))
         if found.estimate is not None:
             least = math.expm1(LEAST_WALL if found.clock == "wall" and "waiting" in found.clock_why else LEAST)
-            ok = found.status in ("same", "improvement")
-            slower = max(0.0, found.estimate.ratio - 1)
             judge.promise(
-                "times.slower", ok, str(found.estimate), value=slower, budget=least, compared=len(found.estimate.pairs)
+                "times.slower",
+                found.status in ("same", "improvement"),
+                str(found.estimate),
+                value=max(0.0, found.estimate.ratio - 1),
+                budget=least,
+                compared=len(found.estimate.pairs),
+                settled=found.status in ("same", "improvement", "regression"),
             )
             self._figures(judge, load, found)
             if self._runner.settings.inject:

@@ -25,8 +25,6 @@ __all__ = [
 
 _MAIN_SHARE = 0.95
 """Share of a process's CPU time that its main thread has where there is one thread that computes."""
-_BUSY_SHARE = 0.05
-"""A process that takes a smaller share of the wall clock than this does not compute: it waits for somebody who does."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,15 @@ class Facts:
     """Nanoseconds of CPU time of the process."""
     thread: int
     """Of these, nanoseconds of its main thread."""
-    wall: int
-    """Nanoseconds of the wall clock."""
+    waits: int
+    """How often it gave up its core to wait for somebody (a neighbour that takes the core is no such wait)."""
+    runs: int
+    """Runs of a load in which that was seen."""
 
     @classmethod
     def of(cls, raw: Mapping[str, object]) -> Facts:
         """From what a side process sent."""
-        numbers = {name: int(str(raw[name])) for name in ("children", "cpu", "thread", "wall")}
+        numbers = {name: int(str(raw[name])) for name in ("children", "cpu", "thread", "waits", "runs")}
         return cls(kind=str(raw["kind"]), device=str(raw["device"]), **numbers)
 
     def against_cpu(self) -> str:
@@ -60,8 +60,8 @@ class Facts:
             return f"it computes on {self.device}"
         if self.children:
             return f"it has {self.children} processes of its own"
-        if self.cpu < _BUSY_SHARE * self.wall:
-            return "it computes elsewhere"
+        if self.waits >= self.runs:
+            return f"it waits for others ({self.waits} times in {self.runs} runs)"
         if self.thread < _MAIN_SHARE * self.cpu:
             return "several threads compute"
         return ""

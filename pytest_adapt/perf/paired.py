@@ -156,6 +156,8 @@ def decide(
         return _unsuspected(first[clock], clock, floor)
     if confirming is None:
         raise ValueError(f"the first round suspects a change by {suspect} time; measure the confirming one")
+    if suspect not in confirming:
+        return Finding("inconclusive", suspect, f"first round {first[suspect]}; the confirmation has no {suspect} time")
     least = LEAST if suspect == clock else LEAST_WALL
     one, two = first[suspect], confirming[suspect]
     sign = 1 if one.median > 0 else -1

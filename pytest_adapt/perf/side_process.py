@@ -8,7 +8,7 @@ where the target has them, control and stats). One JSON object a line in, one ou
     create    adapter (module:Class), argument, settings, plant        {}
     open      deployment                                               name, version
     load      name, prompts, new                                       {}
-    warm      load, repeats                                            cpu, thread, wall, once (ns), children, kind, ...
+    warm      load, repeats                                            cpu, thread, once (ns), waits, runs, children ...
     pin       cores                                                    {}
     slice     load, repeats                                            cpu, wall (ns)
     profile   load, repeats, clock                                     ops: {name: [calls, seconds]}, seconds
@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -94,18 +95,19 @@ class SideProcess:
         gc.collect()
         tokens = self._once(load)
         digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
-        quickest = None
-        cpu, thread, wall = time.process_time_ns(), time.thread_time_ns(), time.perf_counter_ns()
+        taken = []
+        waits = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        cpu, thread = time.process_time_ns(), time.thread_time_ns()
         for _ in range(repeats):
             started = time.perf_counter_ns()
             self._once(load)
-            taken = time.perf_counter_ns() - started
-            quickest = taken if quickest is None else min(quickest, taken)
+            taken.append(time.perf_counter_ns() - started)
         return {
             "cpu": time.process_time_ns() - cpu,
             "thread": time.thread_time_ns() - thread,
-            "wall": time.perf_counter_ns() - wall,
-            "once": quickest,
+            "waits": resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - waits,
+            "runs": repeats,
+            "once": min(taken),
             "children": _children(),
             "kind": str(getattr(self._info, "kind", "engine")),
             "device": str(getattr(self._info, "environment", {}).get("device", "cpu")),

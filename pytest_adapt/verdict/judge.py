@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -320,10 +321,12 @@ class Judge:
         position: int | None = None,
         observable: str = "",
         compared: int = 1,
+        settled: bool = True,
     ) -> None:
-        """A property that holds or does not; ``value`` and ``budget`` where it has numbers."""
+        """A property that holds or does not, or (not ``settled``) cannot be told; ``value`` and ``budget`` where it has
+        numbers."""
         found = (0.0 if ok else 1.0) if value is None else value
-        self._add(metric, found, budget, ok, observable, prompt, position, compared, detail)
+        self._add(metric, found, budget, ok, observable, prompt, position, compared, detail, settled)
         if observable:
             self.observables.add(observable)
 
@@ -595,7 +598,7 @@ class Judge:
         position: int | None = None,
         compared: int = 0,
         detail: str = "",
+        settled: bool = True,
     ) -> None:
-        self._done.append(
-            Measurement(metric, value, budget, ok, observable, prompt, position, compared=compared, detail=detail)
-        )
+        made = Measurement(metric, value, budget, ok, observable, prompt, position, compared=compared, detail=detail)
+        self._done.append(made if settled else replace(made, settled=False))

@@ -157,17 +157,17 @@ def test_sides_that_write_different_text_are_told_apart() -> None:
     assert any("do not write the same tokens" in line for line in gate.times(gate.planned()[0]).lines())
 
 
-ENGINE = Facts("engine", "cpu", children=0, cpu=1000, thread=1000, wall=3000)
+ENGINE = Facts("engine", "cpu", children=0, cpu=1000, thread=1000, waits=2, runs=3)
 
 
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (Facts("endpoint", "cpu", 0, 1000, 1000, 1000), "it is a server"),
-        (Facts("engine", "cuda:0", 0, 1000, 1000, 1000), "it computes on cuda:0"),
-        (Facts("engine", "cpu", 2, 1000, 1000, 1000), "it has 2 processes of its own"),
-        (Facts("engine", "cpu", 0, 2000, 1000, 1000), "several threads compute"),
-        (Facts("engine", "cpu", 0, 10, 10, 1000), "it computes elsewhere"),
+        (Facts("endpoint", "cpu", 0, 1000, 1000, 0, 3), "it is a server"),
+        (Facts("engine", "cuda:0", 0, 1000, 1000, 0, 3), "it computes on cuda:0"),
+        (Facts("engine", "cpu", 2, 1000, 1000, 0, 3), "it has 2 processes of its own"),
+        (Facts("engine", "cpu", 0, 2000, 1000, 0, 3), "several threads compute"),
+        (Facts("engine", "cpu", 0, 1000, 1000, 3, 3), "it waits for others (3 times in 3 runs)"),
     ],
 )
 def test_cpu_time_counts_only_where_it_tells_the_cost(facts: Facts, why: str) -> None:

@@ -52,7 +52,15 @@ class Fake:
             raise TargetError("it died")
         if do == "warm":
             taken = int(self.script.get("once", 0.005) * 1e9)
-            facts = {"cpu": taken, "thread": taken, "wall": taken, "once": taken, "children": 0, "device": "cpu"}
+            facts = {
+                "cpu": taken,
+                "thread": taken,
+                "once": taken,
+                "waits": 0,
+                "runs": 3,
+                "children": 0,
+                "device": "cpu",
+            }
             return {**facts, "kind": self.script.get("kind", "engine"), "tokens": "t"}
         if do == "slice":
             factor = self.script.get("factor", {}).get(self.side.label, 1.0)

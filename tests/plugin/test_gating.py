@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import pytest_adapt.perf.gate as gate_module
+from pytest_adapt.perf.clocks import Clock
+from pytest_adapt.perf.rounds import Benchmark, Round, Seen
+from pytest_adapt.perf.sides import Side
 from pytest_adapt.perf.trend import FILE, read
 
 if TYPE_CHECKING:
@@ -65,7 +69,8 @@ class Served(Steady):
         return Info("spin", "1", kind="endpoint", observables=frozenset({"text"}), vocab_size=331)
 '''
 CASE = "benchmark/test_gate.py::test_no_slower_than_the_baseline[llama-odd-single-fp32-decode]"
-NARROW = ("--adapt-models=llama-odd", "--adapt-precisions=fp32", "-p", "no:randomly")
+CPU = Clock("cpu", "one thread of the measuring process computes")
+NARROW = ("--adapt-models=llama-odd", "--adapt-precisions=fp32")
 
 
 @pytest.fixture
@@ -109,11 +114,50 @@ def test_a_regression_fails_its_item_in_junit_in_the_exit_code_and_in_the_report
 
 
 @pytest.mark.requirement(105)
+@pytest.mark.parametrize(
+    ("first", "confirming", "control", "status", "red"),
+    [
+        (1.0, 1.0, 1.0, "same", 0),
+        (1.2, 1.0, 1.0, "same", 0),
+        (0.8, 0.8, 1.0, "improvement", 0),
+        (1.2, 1.2, 1.0, "regression", 1),
+        (1.2, 0.8, 1.0, "inconclusive", 1),
+        (1.0, 1.0, 1.2, "invalid machine", 1),
+        (1.2, 1.2, 0.8, "invalid machine", 1),
+    ],
+)
+def test_each_verdict_is_the_outcome_of_its_item(
+    gated: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    first: float,
+    confirming: float,
+    control: float,
+    status: str,
+    red: int,
+) -> None:
+    ratios = iter((first, confirming))
+
+    def scripted(a: Side, b: Side, benchmarks: list[Benchmark], pairs: int, **more: Any) -> Round:
+        log = math.log(next(ratios))
+        found = {one.case: Seen({"cpu": [log] * pairs, "wall": [log] * pairs}, CPU) for one in benchmarks}
+        kept = Seen({"cpu": [math.log(control)] * pairs, "wall": [0.0] * pairs}, CPU)
+        return Round(found, kept, benchmarks[0].case)
+
+    monkeypatch.setattr(gate_module, "measure_round", scripted)
+    result = run(gated, "Steady", "--junitxml=junit.xml")
+    assert (result.ret, list(gated.statuses().values())) == (red, [status])
+    assert result.parseoutcomes() == {"failed" if red else "passed": 1}
+    suite = ElementTree.parse(gated.path / "junit.xml").getroot().find("testsuite")
+    assert suite is not None and suite.get("failures") == str(red)
+    (measured,) = gated.report()["cases"][0]["measurements"]
+    assert (measured["ok"], measured["settled"]) == (not red, status not in ("inconclusive", "invalid machine"))
+
+
+@pytest.mark.requirement(105)
 def test_what_is_the_same_passes_and_is_kept_for_the_trend(gated: Folder) -> None:
     case = CASE.replace("-decode]", "-prefill]").partition("::")[0]
     result = run(gated, "Steady", "-k", "baseline and not company and not instructions", case=case)
-    assert result.parseoutcomes() == {"passed": 2, "deselected": 6} or result.parseoutcomes()["passed"] == 2
-    assert result.ret == 0
+    assert (result.ret, result.parseoutcomes()["passed"]) == (0, 2)
     assert set(gated.statuses().values()) == {"same"}
     series = read(gated.path / FILE)
     assert [one.case for one in series] == sorted(gated.statuses())
