@@ -38,7 +38,7 @@ def seen(*ratios: float, profiles: Sequence[Profile] = (), tokens: str = "same",
     logs = [math.log(ratio) for ratio in ratios]
     return Seen(
         ratios={"cpu": list(logs), "wall": list(logs)},
-        clock=CPU if ratios else None,
+        clocks=[CPU] * len(ratios),
         profiles=list(profiles),
         seconds={"A": [0.01], "B": [0.01 * (ratios or (1.0,))[0]]},
         tokens={"A": "same", "B": tokens},
@@ -174,6 +174,12 @@ def test_cpu_time_counts_only_where_it_tells_the_cost(facts: Facts, why: str) ->
     assert choose_clock(ENGINE, ENGINE).name == "cpu"
     assert (choose_clock(ENGINE, facts).name, choose_clock(ENGINE, facts).why) == ("wall", f"the target: {why}")
     assert choose_clock(facts, ENGINE).why == f"the baseline: {why}"
+
+
+def test_one_pair_that_waited_does_not_make_a_server() -> None:
+    wall = Clock("wall", "the target: it waits for others (3 times in 3 runs)")
+    assert Seen().clock is None
+    assert [Seen(clocks=one).clock for one in ([CPU], [wall], [CPU, wall], [CPU, wall, CPU])] == [CPU, wall, wall, CPU]
 
 
 def test_the_machine_is_told(tmp_path: Path) -> None:

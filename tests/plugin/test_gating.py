@@ -139,8 +139,8 @@ def test_each_verdict_is_the_outcome_of_its_item(
 
     def scripted(a: Side, b: Side, benchmarks: list[Benchmark], pairs: int, **more: Any) -> Round:
         log = math.log(next(ratios))
-        found = {one.case: Seen({"cpu": [log] * pairs, "wall": [log] * pairs}, CPU) for one in benchmarks}
-        kept = Seen({"cpu": [math.log(control)] * pairs, "wall": [0.0] * pairs}, CPU)
+        found = {one.case: Seen({"cpu": [log] * pairs, "wall": [log] * pairs}, [CPU]) for one in benchmarks}
+        kept = Seen({"cpu": [math.log(control)] * pairs, "wall": [0.0] * pairs}, [CPU])
         return Round(found, kept, benchmarks[0].case)
 
     monkeypatch.setattr(gate_module, "measure_round", scripted)
