@@ -74,7 +74,7 @@ class Seen:
 
     @property
     def clock(self) -> Clock | None:
-        """The one that gates: the wall where half of the pairs ask for it (one that waited once does not make a server).
+        """The one that gates: the wall where half of the pairs ask for it (to wait once does not make a server).
         None where nothing was compared."""
         walls = [one for one in self.clocks if one.name == "wall"]
         if 2 * len(walls) >= len(self.clocks):
