@@ -24,9 +24,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def target(directory: Path) -> Iterator[Any]:
     made: Any = resolve("builtin").create()
-    made.open(Deployment(str(directory)))
+    made.open(deployed(directory))
     yield made
     made.close()
+
+
+def deployed(directory: Path, layout: str = "single") -> Deployment:
+    """On reference kernels: there every operation of the model is one of the registry."""
+    return Deployment(str(directory), layout, features=(("native", 0),))
 
 
 def run(target: Any, new: int = 4) -> dict[str, float]:
@@ -88,7 +93,7 @@ def test_what_is_no_profile_is_refused(target: Any) -> None:
 @pytest.mark.requirement(46)
 def test_ranks_of_one_process_are_counted_together(directory: Path) -> None:
     target: Any = resolve("builtin").create()
-    target.open(Deployment(str(directory), layout="pp2"))
+    target.open(deployed(directory, "pp2"))
     target.profile("counts")
     found = run(target)
     assert found["op.lm_head.calls"] == 4 and found["comm_calls"] > 0 and found["comm_bytes"] > 0
@@ -101,7 +106,7 @@ def test_ranks_of_one_process_are_counted_together(directory: Path) -> None:
 def test_a_slow_operation_shows_in_its_own_seconds(directory: Path) -> None:
     target: Any = resolve("builtin").create()
     slow_op(target.seams, "attention", 2e-3)
-    target.open(Deployment(str(directory)))
+    target.open(deployed(directory))
     target.profile("time", "cpu")
     found = run(target)
     assert found["op.attention.seconds"] >= 2e-3 * found["op.attention.calls"]
@@ -118,7 +123,7 @@ def test_what_is_slowed_answers_as_before(directory: Path, name: str) -> None:
         target: Any = resolve("builtin").create()
         if fault is not None:
             fault.install(target.seams)
-        target.open(Deployment(str(directory)))
+        target.open(deployed(directory))
         (answer,) = target.run([Request("0", PROMPT, 4)])
         answers.append(answer.tokens)
         target.close()
