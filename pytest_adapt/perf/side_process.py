@@ -93,6 +93,7 @@ class SideProcess:
         # Off until the deployment is closed: when it collects is chance, and once a slice would take longer than that.
         gc.disable()
         gc.collect()
+        self._turns[load] = 0  # both sides of a comparison begin with the same prompts
         tokens = self._once(load)
         digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
         taken = []

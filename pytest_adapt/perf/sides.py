@@ -146,6 +146,9 @@ class Measuring:
         """End the process and all that it started. Safe to call twice."""
         self.ended = True
         self._child.stop()
+        log = self._child.log
+        if log.is_file() and not log.stat().st_size:  # a run of the gate has dozens of processes with nothing to say
+            log.unlink(missing_ok=True)
 
 
 def _read(stream: IO[bytes], lines: queue.Queue[bytes | None]) -> None:
