@@ -71,15 +71,18 @@ class Builder:
     def from_tree(self, top: Path) -> Path:
         """The same of the working tree, changed and new files included, as ``side-b/KEY``."""
         names = _git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
-        files = sorted(name for name in set(names) if name and (top / name).is_file())
+        # Our own folder holds these copies; git need not ignore it.
+        files = sorted(name for name in set(names) if ".adapt" not in Path(name).parts and _copied(top / name))
         digest = hashlib.sha256()
         for name in files:
-            digest.update(f"{name}\0{_digest_of(top / name)}\n".encode())
+            place = top / name
+            told = f"-> {os.readlink(place)}" if place.is_symlink() else _digest_of(place)
+            digest.update(f"{name}\0{told}\n".encode())
 
         def fill(source: Path) -> None:
             for name in files:
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(top / name, source / name)
+                shutil.copy2(top / name, source / name, follow_symlinks=False)
 
         return self._built("side-b", self._key(digest.hexdigest()), fill)
 
@@ -238,6 +241,11 @@ def resolve_baseline(text: str, spec: TargetSpec, registry: Registry, root: Path
     named = commit[:8] if commit.startswith(text) else f"{text} ({commit[:8]})"
     pinned = _COMMIT.fullmatch(text) is not None or _is_tag(top, text)
     return Baseline(named, pinned, spec, top=top, commit=commit)
+
+
+def _copied(place: Path) -> bool:
+    """Whether it is a file or a link (what was deleted, and a repository inside, is not)."""
+    return place.is_symlink() or place.is_file()
 
 
 def _moved(entry: str, top: Path, source: Path) -> str:

@@ -80,10 +80,15 @@ def test_a_wheel_that_is_none_leaves_its_log(tmp_path: Path, spec: TargetSpec) -
 def test_a_commit_stands_against_the_working_tree(tmp_path: Path, spec: TargetSpec) -> None:
     git = ("git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org")
     subprocess.run([*git, "init", "-q", "-b", "trunk"], check=True)
-    (tmp_path / ".gitignore").write_text(".adapt\n__pycache__\n")
+    (tmp_path / ".gitignore").write_text("__pycache__\n")
+    (tmp_path / "deleted.py").write_text("")
+    (tmp_path / "link.py").symlink_to("gate_probe.py")
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
     subprocess.run([*git, "tag", "v1"], check=True)
+    (tmp_path / "deleted.py").unlink()
+    (tmp_path / ".adapt").mkdir()
+    (tmp_path / ".adapt" / "large").write_text("")
     (tmp_path / "gate_probe.py").write_text(MODULE.format(speed=3))
     (tmp_path / "untracked.py").write_text("")
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
@@ -98,6 +103,8 @@ def test_a_commit_stands_against_the_working_tree(tmp_path: Path, spec: TargetSp
         "side-b",
     }
     assert (places[1] / "untracked.py").is_file() and not (places[1] / ".adapt").exists()
+    assert (places[0] / "deleted.py").is_file() and not (places[1] / "deleted.py").exists()
+    assert all((place / "link.py").readlink() == Path("gate_probe.py") for place in places)
     assert a.spec.settings.rootdir == places[0] and b.spec.settings.rootdir == places[1]
     # Another state of the tree is another side; the baseline stays.
     (tmp_path / "gate_probe.py").write_text(MODULE.format(speed=4))
