@@ -188,12 +188,12 @@ class _Pair:
                 other = "B" if error.name == "A" else "A"
                 broken = {error.name: ("fail", error.why), other: self._runs(other, one)}
                 seen[one.case].problem = _problem(broken["A"], broken["B"])
-                if ended := [name for name in ("A", "B") if self._processes[name].ended]:
-                    problems |= self._opened(ended, deployment)
             if "C" in named and seen[one.case].problem is None and result.control_case in ("", one.case):
                 result.control_case = one.case
                 why = result.control.problem or problems["C"] or self._given("C", one)
                 result.control.problem = why or self._control(one, result.control)
+            if ended := [name for name in ("A", "B") if self._processes[name].ended]:
+                problems |= self._opened(ended, deployment)
         for name in named:
             self._closed(name)
 

@@ -150,6 +150,14 @@ def test_a_side_that_dies_ends_its_benchmark_alone(side: str, kind: str) -> None
     assert sum(what == "create" for _, _, what, _ in log) == 5  # one process had to be started again
 
 
+def test_a_control_that_breaks_takes_nothing_with_it() -> None:
+    script = {"dies old": ("a",), "dies new": ("a",)}
+    found, _ = run(script, [benchmark("a"), benchmark("b")], control=True)
+    assert (found.seen["/m:a"].problem or ("",))[0] in ("new", "gone", "fail")
+    assert found.control_case == "/m:b" and found.control.problem is None
+    assert found.seen["/m:b"].problem is None and len(found.seen["/m:b"].ratios["cpu"]) == 2
+
+
 def test_what_both_decline_and_what_neither_runs() -> None:
     both = {"declines old": ("/m",), "declines new": ("/m",)}
     assert run(both, [benchmark("a")])[0].seen["/m:a"].problem == ("unsupported", "no such kernel")
