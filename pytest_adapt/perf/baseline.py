@@ -93,12 +93,7 @@ class Builder:
             _run([*_PIP, "--target", str(folder / "site"), str(wheel)], folder / "build.log", f"{wheel.name}")
 
         a = self._once("side-a", digest[:_KEY], install)
-        names = sorted(
-            entry.stem
-            for entry in (a / "site").iterdir()
-            if not entry.name.endswith((".dist-info", ".data")) and entry.stem.isidentifier()
-        )
-        found = {name: _imported(name) for name in names}
+        found = {name: _imported(name) for name in sorted(_modules(a / "site"))}
         told = hashlib.sha256()
         for name, place in found.items():
             for file in _files_of(place):
@@ -287,6 +282,12 @@ def _can_build(project: Path) -> bool:
         except importlib.metadata.PackageNotFoundError:
             return False
     return True
+
+
+def _modules(site: Path) -> set[str]:
+    """Names of the modules and packages that were installed into a folder; scripts and metadata are none."""
+    entries = [entry for entry in site.iterdir() if entry.suffix in (".py", ".so") or (entry / "__init__.py").is_file()]
+    return {entry.name.partition(".")[0] for entry in entries}
 
 
 def _imported(name: str) -> Path:

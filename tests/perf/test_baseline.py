@@ -31,7 +31,11 @@ def make_wheel(folder: Path, name: str, speed: int) -> Path:
         wheel.writestr(f"{name}.py", MODULE.format(speed=speed))
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        wheel.writestr(f"{info}/entry_points.txt", f"[console_scripts]\n{name}-serve = {name}:Target\n")
+        names = ["METADATA", "WHEEL", "entry_points.txt", "RECORD"]
+        wheel.writestr(
+            f"{info}/RECORD", "".join(f"{one},,\n" for one in [f"{name}.py", *(f"{info}/{n}" for n in names)])
+        )
     return path
 
 
