@@ -365,13 +365,14 @@ def _usable(
     for name, value in shown.items():
         layer, local = layer_of(name)
         problem: tuple[int, int | None, str] | None = None
+        wanted = "distinct experts in ascending order" if local in CHOICES else "finite numbers"
         if name not in shapes:
-            problem = 0, None, "the model has no such site"
+            problem, wanted = (0, None, "a site that the model does not have"), "one of its sites"
         elif local in CHOICES:
             router = oracle.spec.mixture.router
             problem = shape_problem(value, shapes[name][0], router.chosen, router.experts)
         elif value.shape != shapes[name]:
-            problem = 0, None, f"shape {value.shape}, expected {shapes[name]}"
+            problem, wanted = (0, None, f"shape {value.shape}"), f"shape {shapes[name]}"
         elif not np.isfinite(value).all():
             row = int(np.argwhere(~np.isfinite(value))[0][0])
             count = int((~np.isfinite(value)).sum())
@@ -387,9 +388,7 @@ def _usable(
                 layer=layer,
                 position=row,
                 got=reason,
-                expected="finite numbers of the model's shape"
-                if local not in CHOICES
-                else "distinct experts, ascending",
+                expected=wanted,
                 error=math.inf,
                 budget=0.0,
                 prompt=prompt,

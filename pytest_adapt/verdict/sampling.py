@@ -345,7 +345,8 @@ class Draws:
         )
         moved = "rarer" if found.surprise > 0 else "more probable"
         detail = (
-            f"{self.label}, {self.count} draws: p {found.p:.2g} ({found.permutations} permutations within prompts); "
+            f"{self.label}, {self.count} draws: p {found.p:.2g} ({found.permutations} permutations within prompts"
+            f"{'; p cannot be smaller' if found.p * (found.permutations + 1) < 1.5 else ''}); "
         )
         detail += f"tokens {moved} by {abs(found.surprise):.3g} nats ({found.surprise_score:.3g} sd), "
         detail += f"frequencies {found.frequency_score:.3g} sd off"
