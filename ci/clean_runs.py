@@ -29,6 +29,7 @@ from typing import Any
 
 from pytest_adapt.models.checkpoint import materialise_entry
 from pytest_adapt.models.entries import ModelEntry, catalogue
+from pytest_adapt.strategies import fits
 
 ABOVE = 0.9
 BOUNDS = (0.25, 0.5, 0.75, ABOVE, 1.0)
@@ -49,11 +50,13 @@ def drawn(arguments: argparse.Namespace, number: int) -> dict[str, Any]:
         raise SystemExit(
             f"no procedural model has the shape {arguments.shape!r} and a family of {arguments.families!r}"
         )
+    model = source.choice(names)
+    legal = [layout for layout in arguments.layouts.split(",") if not fits(layout, catalogue()[model].config)]
     return {
-        "model": source.choice(names),
+        "model": model,
         "weights": source.randrange(2**31),
         "precision": source.choice(arguments.precisions.split(",")),
-        "layout": source.choice(arguments.layouts.split(",")),
+        "layout": source.choice(legal or ["single"]),
         "concurrency": source.choice(arguments.concurrency.split(",")),
     }
 

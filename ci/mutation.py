@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ PLACES = ("pytest_adapt/verdict", "pytest_adapt/golden", "pytest_adapt/matrix.py
 TESTS: dict[str, tuple[str, ...]] = {
     "pytest_adapt/verdict": (
         "tests/verdict",
+        "tests/perf/test_growth.py",
         *(f"tests/plugin/test_{name}.py" for name in ("verdicts", "cheats", "samples", "diagnosis", "reruns")),
         "tests/audit",
         "tests/golden",
@@ -111,7 +113,9 @@ def survives(tree: Path, tests: tuple[str, ...], limit: float) -> str:
     """``survived``, ``timeout``, or the test that failed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree), str(tree / "engine")))}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+    installed = any(one.name == "adapt" for one in entry_points(group="pytest11"))
+    plugin = () if installed else ("-p", "pytest_adapt.plugin")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *plugin, "-p", "no:cacheprovider", "--no-header", *tests]
     child = subprocess.Popen(
         command,
         cwd=tree,
@@ -141,6 +145,11 @@ def run(arguments: argparse.Namespace) -> int:
     drawn = [one for one in drawn if one["module"].startswith(arguments.only)]
     left = [one for one in drawn if (one["module"], one["operator"], one["occurrence"]) not in known]
     print(f"{len(everything)} mutants, {len(drawn)} drawn, {len(left)} left", flush=True)
+    for place in (place for place in PLACES if any(one["module"].startswith(place) for one in left)):
+        # Tests that are red without a mutant would kill every one.
+        end = survives(copy_of_tree(arguments.directory / "tree-0"), TESTS[place], arguments.timeout)
+        if end != "survived":
+            raise SystemExit(f"the tests of {place} are not green without a mutant: {end}")
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for one in left:
         waiting.put(one)
