@@ -6,9 +6,9 @@
 
 One run judges one checkpoint that nobody saw before: the architecture of a procedural model of the catalogue, with
 weights and prompts of its own, by the live oracle. Model, weights, precision, layout and the number of requests in
-flight are drawn. What was done is a line of DIR/runs.jsonl, and the same command goes on after it; reports of runs that
-were not green stay in DIR/red. Without SPEC the table is printed (Markdown). Exit status 1: a run was red, or a cell
-used more than 90% of its budget.
+flight are drawn. What was done is a line of DIR/runs.jsonl, and the same command goes on after it (take a new DIR when
+the code has changed); reports of runs that were not green stay in DIR/red. Without SPEC the table is printed
+(Markdown), and the exit status is 1 where a run was red or a cell used more than 90% of its budget.
 """
 
 from __future__ import annotations

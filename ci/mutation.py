@@ -7,7 +7,7 @@
 Mutants are drawn from `pytest_adapt/verdict`, `pytest_adapt/golden` and `pytest_adapt/matrix.py`, all alike; those
 inside annotations are left out, which nothing evaluates. The tests of that part of the package run in copies of the
 tree, the nearest ones first, until one fails: a survivor is one of these tests, and others may still kill it. What was
-done is a line of DIR/mutants.jsonl, and the same command goes on after it.
+done is a line of DIR/mutants.jsonl, and the same command goes on after it: take a new DIR when the code has changed.
 """
 
 from __future__ import annotations

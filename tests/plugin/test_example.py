@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from conftest import Folder
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "adapter.py"
-TESTED = "predictions or seed_decides or are_greedy or stop_token or filters_keep or refused"
+TESTED = "predictions or seed_decides or are_greedy or stop_token or filters_keep"
 
 
 @pytest.mark.requirement(1, 90)
-def test_the_example_is_judged_right(folder, tmp_path: Path) -> None:
+def test_the_example_is_judged_right(folder: Folder) -> None:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
