@@ -1,4 +1,5 @@
-"""Faults of drawing tokens: temperature, filters, random numbers. No logit is wrong, so text alone shows them."""
+"""Faults of drawing tokens: temperature, filters, random numbers, the tokens that end an output. No logit is wrong, so
+text alone shows them."""
 
 from __future__ import annotations
 
