@@ -75,13 +75,17 @@ def test_repeated_requests_agree(target, model, precision, reference, judge):
 def test_output_ends_with_a_stop_token(target, model, precision, judge):
     """The first one that comes is the end, and part of the output; one that the prompt holds ends nothing."""
     count, found = 16, {}
-    for name, tokens in model.prompts(64).items():
+    for name, tokens in model.prompts().items():
+        if len(tokens) > 64 and found:
+            break
         whole = target.generate(tokens, count, want=("text",)).tokens
         # Not one of the first tokens, which may be out before the engine looks; and none that came before.
         places = [place for place in range(2, len(whole) - 1) if whole[place] not in whole[:place]]
         if places:
             stop, before = whole[places[0]], [token for token in tokens if token not in whole]
             found[name] = stop, target.generate(tokens, count, want=("text",), stop=(*before[-1:], stop))
+    if not found:
+        raise Verdict(Status.UNKNOWN, "every output repeats its first tokens: none can end it anywhere else")
     if target.kind == "endpoint" and all(stop in response.tokens[:-1] for stop, response in found.values()):
         raise Verdict(Status.UNSUPPORTED, f"{target.info.name} shows no token ids, or does not end at them")
     for name, (stop, response) in found.items():
