@@ -1,4 +1,4 @@
-"""A target in about 40 lines: any engine that gives logits, here plain transformers.
+"""A complete target in about 50 lines: any engine that gives logits, here plain transformers.
 
 pytest --adapt-target=py:adapter:Target        (in the folder of this file)
 """
@@ -18,7 +18,7 @@ class Target:
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[deployment.precision]
         self.model = transformers.AutoModelForCausalLM.from_pretrained(deployment.model, dtype=dtype).eval()
-        self.limit, self.vocab = deployment.max_context, self.model.config.vocab_size
+        self.torch, self.limit, self.vocab = torch, deployment.max_context, self.model.config.vocab_size
         shown = frozenset({"logits", "text"})
         return Info("my-engine", transformers.__version__, "endpoint", observables=shown, vocab_size=self.vocab)
 
@@ -28,20 +28,28 @@ class Target:
             if not request.prompt or total > self.limit or not all(0 <= t < self.vocab for t in request.prompt):
                 yield Response(request.id, len(request.prompt), error="the prompt is empty, too long or no tokens")
             else:
-                yield self.answer(request)
+                with self.torch.inference_mode():
+                    yield self.answer(request)
 
     def answer(self, request):
-        import torch
+        ends = {*request.stop, *(() if request.ignore_eos else [self.model.config.eos_token_id])}
+        random = self.torch.Generator().manual_seed(request.sampling.seed)
+        tokens, new = list(request.prompt), []
+        logits = self.model(self.torch.tensor([tokens])).logits[0].float()  # row i: what follows token i
+        while len(new) < request.max_new_tokens and not ends & {*new[-1:]}:
+            if new:  # every token but the last generated one is fed, and each fed token has a row
+                logits = self.model(self.torch.tensor([tokens + new])).logits[0].float()
+            new.append(self.sample(logits[-1], request.sampling, random))
+        finish = "stop" if ends & {*new[-1:]} else "length"
+        return Response(request.id, len(tokens), tokens=tuple(new), finish=finish, logits=logits.numpy())
 
-        tokens = list(request.prompt)
-        with torch.inference_mode():
-            logits = self.model(torch.tensor([tokens])).logits[0].float()  # row i: what follows token i
-            for step in range(request.max_new_tokens):
-                if step:  # every token but the last generated one is fed, and each fed token has a row
-                    logits = self.model(torch.tensor([tokens])).logits[0].float()
-                tokens.append(int(logits[-1].argmax()))
-        new = tuple(tokens[len(request.prompt) :])
-        return Response(request.id, len(request.prompt), tokens=new, logits=logits.numpy())
+    def sample(self, logits, asked, random):
+        if asked.temperature == 0:
+            return int(logits.argmax())
+        p, ids = (logits.double() / asked.temperature).softmax(-1).sort(descending=True, stable=True)
+        p = p[: asked.top_k or None] / p[: asked.top_k or None].sum()
+        p[p.cumsum(0) - p >= asked.top_p] = 0  # kept: up to the token that reaches top_p, and that one
+        return int(ids[self.torch.multinomial(p, 1, generator=random)])
 
     def close(self):
         self.model = None

@@ -80,7 +80,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not config.option.adapt_matrix or not _wanted(config):
         return None
-    from pytest_adapt.runner import print_matrix
+    from pytest_adapt.startup import print_matrix
 
     return print_matrix(config)
 
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if _wanted(config):
-        from pytest_adapt.runner import start
+        from pytest_adapt.startup import start
 
         start(config)
     else:

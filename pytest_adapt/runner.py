@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,31 +13,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt import shipped
-from pytest_adapt.gating import Gating, baseline_of
+from pytest_adapt.collection import Collection
+from pytest_adapt.gating import Gating
 from pytest_adapt.handle import ModelHandle
 from pytest_adapt.heartbeat import Heartbeat
-from pytest_adapt.items import CASE, ItemState, case_to_json, is_ours, replaced_fixture, uses_fixtures
+from pytest_adapt.items import CASE, ItemState, case_to_json
 from pytest_adapt.matrix import (
-    AXES,
-    PRECISIONS,
-    PROFILES,
     Cell,
-    Mark,
     Matrix,
     declined,
-    github_jobs,
     make_matrix,
-    read_mark,
 )
 from pytest_adapt.open_target import OpenTarget
-from pytest_adapt.options import Settings, read_settings
+from pytest_adapt.options import Settings
 from pytest_adapt.references import References
 from pytest_adapt.report.collector import SHARED_QUOTAS, Collector
 from pytest_adapt.session import Fatal, Host
-from pytest_adapt.stash import RUN, STATE, WHOLE
+from pytest_adapt.stash import STATE, WHOLE
 from pytest_adapt.target.protocol import Deployment, TargetError
-from pytest_adapt.verdict.ladder import rung_of
-from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement, Status
+from pytest_adapt.verdict.result import CaseResult, Measurement, Status
 from pytest_adapt.verdict.status import EXCUSES, TIMED, Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
@@ -47,76 +39,11 @@ if TYPE_CHECKING:
     from pytest_adapt.perf.baseline import Baseline
     from pytest_adapt.target.protocol import Info
     from pytest_adapt.target.registry import TargetSpec
-    from pytest_adapt.timebox import TimeBox
     from pytest_adapt.verdict.judge import Judge
 
-__all__ = ["Runner", "print_matrix", "start"]
+__all__ = ["Runner"]
 
 _NARROWING = ("models", "layouts", "precisions", "contexts", "observables")
-
-
-def start(config: pytest.Config) -> None:
-    """Resolve options and target, and register the active hooks. Raises pytest.UsageError."""
-    settings, spec, matrix, baseline = _resolve(config)
-    _share_cores()
-    if settings.selftest:
-        from pytest_adapt.selftest.runner import start as start_selftest
-
-        start_selftest(config, settings)
-        return
-    runner = Runner(config, settings, spec, matrix, baseline)
-    config.stash[RUN] = runner
-    config.pluginmanager.register(runner, "adapt-runner")
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(runner.collector, "adapt-collector")
-    if settings.plan:
-        config.option.dist = "no"
-        config.option.tx = []
-
-
-def _share_cores() -> None:
-    """Give each xdist worker its share of the cores and let idle OpenMP threads sleep: this must be said before a
-    framework is imported. What the user has set stays."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-
-
-def print_matrix(config: pytest.Config) -> int:
-    """Write the CI matrix to standard output; the exit code."""
-    print(github_jobs(_resolve(config)[2]))
-    return 0
-
-
-def _resolve(config: pytest.Config) -> tuple[Settings, TargetSpec, Matrix, Baseline | None]:
-    from pytest_adapt.target.registry import builtin_registry
-
-    settings = read_settings(config)
-    registry = builtin_registry()
-    config.hook.pytest_adapt_register_targets(registry=registry)
-    try:
-        spec = registry.resolve(settings.target, rootdir=config.rootpath, mode=settings.mode)
-        if settings.reference:
-            registry.resolve(settings.reference, rootdir=config.rootpath)
-    except TargetError as error:
-        raise pytest.UsageError(str(error)) from None
-    if settings.inject:
-        from pytest_adapt.faults.registry import UnknownFault, get
-
-        try:
-            get(settings.inject)
-        except UnknownFault as error:
-            raise pytest.UsageError(f"--adapt-inject: {error}") from None
-    if settings.op:
-        from pytest_adapt.operators import CaseError, parse_case
-
-        try:
-            case = parse_case(settings.op)
-        except CaseError as error:
-            raise pytest.UsageError(f"--adapt-op: {error}") from None
-        settings = replace(settings, precisions=(case.precision,))
-    return settings, spec, make_matrix(settings, spec), baseline_of(config, settings, spec, registry)
 
 
 class Runner:
@@ -141,6 +68,7 @@ class Runner:
         shared = getattr(config, "workerinput", {}).get(SHARED_QUOTAS)
         waivers = config.rootpath / settings.waivers
         self.waivers = read_waivers(waivers, Path(shared) if shared else None) if settings.waivers else None
+        self.collection = Collection(self)
         self.collector = Collector(self)
         self.heartbeat = Heartbeat(lambda: self.host.doing, silent=getattr(config.option, "verbose", -2) <= -2)
         self.references = References(self)
@@ -152,12 +80,9 @@ class Runner:
             started.get("mainargv", sys.argv)[0], sys.executable, Path(config.invocation_params.dir)
         )
         self._handles: dict[str, ModelHandle] = {}
-        self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
-        self._cells: list[Cell] = []
         self._shown_cell: Cell | None = None
         self._blocked: dict[tuple[str, str, str], str] = {}
         self._opened_before = 0.0
-        self.time_box: TimeBox | None = None
 
     @property
     def whole(self) -> bool:
@@ -166,108 +91,6 @@ class Runner:
         selected = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
         narrowed = [name for name in _NARROWING if self.settings.sources.get(name) in ("command line", "environment")]
         return self.config.stash.get(WHOLE, False) and not any(selected) and not narrowed
-
-    # collection
-
-    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-        return shipped.SuiteModule.make(module_path, parent) if shipped.is_suite_file(module_path) else None
-
-    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        patterns = self.config.getini("python_files")
-        usual = parent.session.isinitpath(file_path) or any(fnmatch.fnmatch(file_path.name, one) for one in patterns)
-        return None if usual or not shipped.is_suite_file(file_path) else shipped.SuiteModule.make(file_path, parent)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        names = metafunc.fixturenames
-        if self.under_xdist and shipped.suite_of(metafunc.definition.path):
-            # Wrong usage, as below; but the controller understands no other error of a worker than one of collection.
-            definitions = metafunc.definition._fixtureinfo.name2fixturedefs
-            if problem := replaced_fixture(definitions, os.getcwd()):
-                raise pytest.Collector.CollectError(problem)
-        axes = [axis for axis in AXES if axis in names and is_ours(_definitions(metafunc.definition, axis))]
-        if not axes:
-            return
-        given = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _argnames(mark)}
-        axes = [axis for axis in axes if axis not in given]
-        mark = self._mark(metafunc.definition, metafunc.definition.nodeid)
-        values, ids = self.matrix.project(tuple(axes), mark) if axes else ([], [])
-        if self._left_out(mark):
-            values, ids = [], []
-        if axes and not values:
-            # No row: the item is deselected below (pytest would show an empty parameter set as a skip).
-            values, ids = [_nothing(axes)], ["none"]
-        if axes:
-            metafunc.parametrize(",".join(axes), values, ids=ids, indirect=True)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        ours: list[tuple[Any, pytest.Item]] = []
-        others: list[pytest.Item] = []
-        gone: list[pytest.Item] = []
-        order = {name: index for index, name in enumerate(self.matrix.models)}
-        seen: dict[int, bool] = {}
-        cells: dict[Cell, None] = {}
-        for index, item in enumerate(items):
-            info = getattr(item, "_fixtureinfo", None)
-            if id(info) not in seen:
-                definitions = getattr(info, "name2fixturedefs", {})
-                seen[id(info)] = bool(definitions) and uses_fixtures(definitions, definitions)
-                if shipped.suite_of(item.path) and (problem := replaced_fixture(definitions, os.getcwd())):
-                    raise pytest.UsageError(problem)
-            marker = item.get_closest_marker("adapt")
-            if not seen[id(info)] and marker is None:
-                others.append(item)
-                continue
-            mark = self._read(marker, item.nodeid)
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            other = bool(self.settings.op) and params.get("op") != self.settings.op.partition("(")[0].strip()
-            if other or self._left_out(mark) or any(params.get(axis) == "" for axis in AXES):
-                gone.append(item)
-                continue
-            cell = _cell(params, mark)
-            suite = shipped.suite_of(item.path)
-            state = ItemState(
-                case=shipped.case_id(item.path, item.nodeid),
-                nodeid=item.nodeid,
-                suite=suite,
-                rung=rung_of(suite, mark.rung),
-                mark=mark,
-                cell=cell,
-                context=int(params.get("context_length", 0)),
-                required=True,
-                serial=False,
-                requirements=(),
-            )
-            item.stash[STATE] = state
-            if cell is not None:
-                cells[cell] = None
-            place = RUNGS.index(state.rung) if state.rung in RUNGS else len(RUNGS)
-            ours.append(((_cell_key(cell, order) if cell else (), place, index), item))
-        ours.sort(key=lambda pair: pair[0])
-        kept = [item for _, item in ours]
-        if self.settings.time and kept:
-            kept = self._boxed(kept, gone)
-            cells = dict.fromkeys(cell for item in kept if (cell := item.stash[STATE].cell) is not None)
-        if gone:
-            config.hook.pytest_deselected(items=gone)
-        items[:] = [*others, *kept]
-        self.gating.items = kept
-        self._cells = sorted(cells, key=lambda cell: _cell_key(cell, order))
-
-    def _boxed(self, items: list[pytest.Item], gone: list[pytest.Item]) -> list[pytest.Item]:
-        """The items that --adapt-time has room for; the others are added to ``gone``."""
-        from pytest_adapt.timebox import open_box
-
-        kept, self.time_box = open_box(self, items)
-        chosen = set(kept)
-        gone += [item for item in items if item not in chosen]
-        return kept
-
-    def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
-        count = sum(STATE in item.stash for item in items)
-        cells = {item.stash[STATE].cell for item in items if STATE in item.stash} - {None}
-        lines = [f"adapt: {count} cases on {len(cells)} deployments"] if count else []
-        return lines + [f"adapt: {line}" for line in self.time_box.lines()] if self.time_box else lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -598,30 +421,9 @@ class Runner:
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
         if terminal is None or self.config.option.verbose < 0:
             return
-        number = self._cells.index(cell) + 1 if cell in self._cells else 0
+        number = self.collection.cells.index(cell) + 1 if cell in self.collection.cells else 0
         terminal.ensure_newline()
-        terminal.write_line(f"[{number}/{len(self._cells)}] {cell}", bold=True)
-
-    def _mark(self, node: pytest.Item, where: str) -> Mark:
-        return self._read(node.get_closest_marker("adapt"), where)
-
-    def _read(self, marker: pytest.Mark | None, where: str) -> Mark:
-        if marker is None:
-            return _PLAIN
-        if id(marker) not in self._marks:
-            self._marks[id(marker)] = (marker, read_mark([marker], where))
-        return self._marks[id(marker)][1]
-
-    def _left_out(self, mark: Mark) -> bool:
-        """Whether the profile is too small for a test, or this run is the gate's and the test is not, or the other way
-        round. Counters are part of both."""
-        if mark.tier in ("times", "instructions") and not self.settings.gate or self.settings.gate and not mark.tier:
-            return True
-        sizes = list(PROFILES)
-        return sizes.index(mark.profile) > sizes.index(self.settings.profile)
-
-
-_PLAIN = Mark()
+        terminal.write_line(f"[{number}/{len(self.collection.cells)}] {cell}", bold=True)
 
 
 def _verdict(error: BaseException) -> tuple[Status, str] | None:
@@ -631,39 +433,6 @@ def _verdict(error: BaseException) -> tuple[Status, str] | None:
     if type(error).__name__ == "OracleError":  # not imported: it may never be needed
         return Status.UNKNOWN, f"the oracle cannot judge this model: {error}"
     return verdict_of(error)
-
-
-def _nothing(axes: list[str]) -> Any:
-    return "" if len(axes) == 1 else ("",) * len(axes)
-
-
-def _cell(params: Mapping[str, Any], mark: Mark) -> Cell | None:
-    if "model" not in params:
-        return None
-    layout, precision = str(params.get("layout", "single")), str(params.get("precision", "fp32"))
-    return Cell(str(params["model"]), layout, precision, mark.taps, mark.settings)
-
-
-def _cell_key(cell: Cell, order: Mapping[str, int]) -> tuple[Any, ...]:
-    place = PRECISIONS.index(cell.precision) if cell.precision in PRECISIONS else len(PRECISIONS)
-    return (
-        order.get(cell.model, len(order)),
-        cell.model,
-        cell.layout != "single",
-        cell.layout,
-        place,
-        cell.taps,
-        cell.features,
-    )
-
-
-def _definitions(definition: Any, name: str) -> Any:
-    return definition._fixtureinfo.name2fixturedefs.get(name, ())
-
-
-def _argnames(mark: pytest.Mark) -> list[str]:
-    names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def _properties(case: CaseResult) -> list[tuple[str, object]]:

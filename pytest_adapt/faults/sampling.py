@@ -1,7 +1,9 @@
-"""Faults of drawing tokens: temperature, filters, random numbers. No logit is wrong, so text alone shows them."""
+"""Faults of drawing tokens: temperature, filters, random numbers, the tokens that end an output. No logit is wrong, so
+text alone shows them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -120,15 +122,35 @@ def _one_more(seams: Seams) -> None:
     _changed(seams, lambda settings: settings.update(top_k=settings["top_k"] + (settings["top_k"] > 0)))
 
 
+def _stop_forgotten(seams: Seams) -> None:
+    """The tokens that end an output are lost on the way to the scheduler."""
+
+    def wrapper(original: Operation) -> Operation:
+        def settled(request: Any) -> Any:
+            return dataclasses.replace(original(request), stop=())
+
+        return settled
+
+    seams.wrap("request.settled", wrapper)
+
+
 def _entry(
-    identifier: str, title: str, report: str, install: Any, where: str, says: str, difficulty: str = "medium"
+    identifier: str,
+    title: str,
+    report: str,
+    install: Any,
+    where: str,
+    says: str,
+    difficulty: str = "medium",
+    suite: str = "correctness",
+    requirement: int = 113,
 ) -> Fault:
     return Fault(
         identifier,
         title,
         report,
-        113,
-        "correctness",
+        requirement,
+        suite,
         "",
         MODELS,
         install,
@@ -140,6 +162,7 @@ def _entry(
 
 
 SHAPE, KEPT, SEED, GREEDY = "samples_follow", "filters_keep", "seed_decides", "are_greedy"
+STOP = "stop_token"
 
 FAULTS = (
     _entry("SA02", "The slot is part of the seed", "tt-metal#53802", _salted_with_the_slot, SEED, "draws differ"),
@@ -161,4 +184,7 @@ FAULTS = (
     _entry("SA96", "The tail is cut unasked", "own", _tail_cut, SHAPE, "tokens more probable by"),
     _entry("SA97", "top_k keeps one token too many", "own", _one_more, KEPT, "is not among those kept"),
     _entry("SA98", "Sampling is greedy", "own", _without(temperature=0.0), SHAPE, "tokens more probable by", "easy"),
+    _entry(
+        "SV91", "Stop tokens are forgotten", "own", _stop_forgotten, STOP, "must be the last", "easy", "consistency", 90
+    ),
 )

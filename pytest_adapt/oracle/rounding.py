@@ -112,6 +112,11 @@ class Rounding:
         )
         return Rounding(precision, rules, sequential=precision == "fp32")
 
+    def with_eager_router(self, architecture: str) -> Rounding:
+        """The same, but the router's logits are held in the format of the router's weight, as eager code does."""
+        form = self.format_of("parameter.model.layers.0.mlp.gate.weight", architecture)
+        return Rounding(self.name, (Rule("layer.*.moe.router.logits", form), *self.rules), self.sequential)
+
     def format_of(self, name: str, architecture: str) -> str:
         """Format in which the value ``name`` is held. Raises OracleError when no rule matches."""
         for rule in self.rules:

@@ -265,7 +265,7 @@ class Collector:
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""
-        host, box = self.runner.host, self.runner.time_box
+        host, box = self.runner.host, self.runner.collection.time_box
         if box is not None:
             self.time_box = {"lines": box.lines(), **box.to_json()}
         self.fatal = self.fatal or host.fatal

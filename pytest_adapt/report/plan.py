@@ -62,7 +62,7 @@ def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
         f"total: {cases} cases, {len(opened)} deployments, about {requests} requests, {tokens} tokens, "
         f"{minutes:.1f} minutes"
     )
-    box = runner.time_box.lines() if runner.time_box else []
+    box = runner.collection.time_box.lines() if runner.collection.time_box else []
     return [*lines, "", total, f"costs {costs.source}", *box]
 
 

@@ -134,8 +134,8 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "position is the slot": Mutant(
         localise,
-        "position, slot = divmod(row, per_token)",
-        "slot, position = divmod(row, per_token)",
+        "place, slot = divmod(row, per_token)",
+        "slot, place = divmod(row, per_token)",
     ),
     "first site by name": Mutant(localise, "order_key(divergence.site) < order_key(self", "(divergence.site) > (self"),
     "choices not judged": Mutant(localise, "if local not in CHOICES or layer is None", "if True"),

@@ -22,6 +22,7 @@ _METHODS = {
     "kv.gather": ("adapt_engine.kv.cache", "PagedCache", "gather"),
     "pool.allocate": ("adapt_engine.kv.pool", "BlockPool", "allocate"),
     "request.problem": ("adapt_engine.runtime.requests", "SequenceRequest", "problem"),
+    "request.settled": ("adapt_engine.runtime.requests", "SequenceRequest", "settled"),
     "pool.free": ("adapt_engine.kv.pool", "BlockPool", "free"),
     "prefix.digests": ("adapt_engine.kv.prefix", "PrefixCache", "digests"),
     "scheduler.schedule": ("adapt_engine.runtime.scheduler", "Scheduler", "schedule"),

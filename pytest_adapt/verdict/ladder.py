@@ -170,7 +170,8 @@ def climb(cases: Iterable[CaseResult], profile: str = "full", absent: Collection
 
 
 def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
-    """Red cases by cause, the lowest rung first, then the largest cluster. A case with several causes is in several."""
+    """Red cases by cause: what was compared and failed before what could not be judged, then the lowest rung first,
+    then the largest cluster. A case with several causes is in several."""
     found: dict[tuple[str, ...], Cluster] = {}
     red = [case for case in cases if is_red(case)]
     # What a red item blocked is no cause of its own.
@@ -188,7 +189,8 @@ def clusters(cases: Sequence[CaseResult]) -> list[Cluster]:
 
     def place(cluster: Cluster) -> tuple[object, ...]:
         start = dataflow(cluster.sites[0]) if cluster.sites else ()
-        return _rung_index(cluster.first), -len(cluster.cases), start, cluster.cause
+        open_question = all(outcome(case.status, False) == "skipped" for case in cluster.cases)
+        return open_question, _rung_index(cluster.first), -len(cluster.cases), start, cluster.cause
 
     return sorted(found.values(), key=place)
 

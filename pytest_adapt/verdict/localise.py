@@ -17,7 +17,7 @@ import numpy as np
 
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of, matches, order_key, site
 from pytest_adapt.verdict.budget import SITE_QUANTILE, Comparison, Rows, ulp
-from pytest_adapt.verdict.discrete import Flip, judge_choices, row_error, shape_problem
+from pytest_adapt.verdict.discrete import Flip, judge_choices, near_tie, row_error, shape_problem
 from pytest_adapt.verdict.result import Divergence, Measurement
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ __all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "known_site
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
 _IDS = "moe.router.ids"
+_LOGITS = "moe.router.logits"
 _EXPERT_SITES = "moe.experts."
+_SAME = 1e-9
+"""Part of a row's largest value by which two float64 runs of the same numbers differ at most: the order of sums."""
 
 
 @dataclass
@@ -67,10 +70,11 @@ def compare_sites(
 
     ``expected`` are patterns of sites that must have been shown wherever the model has them. ``rounds`` is
     ``fused`` for a target whose shown values are rounded copies of what it goes on with: then the input of an
-    operation is off by one rounding too (`widening`). ``router`` is `Info.router`.
+    operation is off by one rounding too (`widening`). ``router`` is `Info.router`: the emulation keeps the router in
+    float32, so that no wrong choice is absorbed, unless the target says that it holds the logits as eager code does
+    (choices are judged given the logits, where they are shown).
     """
     from pytest_adapt.oracle import Rounding
-    from pytest_adapt.oracle.rounding import FORMATS
 
     report = SiteReport()
     length = len(tokens) if prompt_tokens is None else prompt_tokens
@@ -86,27 +90,47 @@ def compare_sites(
         return report
     floats = {name: value for name, value in shown.items() if layer_of(name)[1] not in CHOICES}
     forced = {**floats, **{name: value for name, value in shown.items() if name not in floats}}
+    architecture = oracle.spec.architecture
     rounding = Rounding.of(precision)
+    if router == "eager":
+        rounding = rounding.with_eager_router(architecture)
     exact = oracle.run(tokens, forced=forced, sized=True)
-    emulated = oracle.run(tokens, forced=forced, rounding=rounding)
+    # Where nobody shows which experts were chosen, the emulation goes on with those of the exact run.
+    hidden = {site(layer, _IDS): ids for layer, ids in exact.ids.items() if site(layer, _IDS) not in shown}
+    emulated = oracle.run(tokens, forced={**forced, **hidden}, rounding=rounding)
     _judge_choices(report, prompt, shown, exact, emulated, length)
+    unsure = _unsure(oracle, tokens, forced, hidden, exact, emulated)
     worst: dict[str, Measurement] = {}
     for name, value in floats.items():
         own, other = (np.asarray(trace.own[name], np.float64) for trace in (exact, emulated))
-        form = _format(rounding, name, oracle.spec.architecture, router)
-        if form != rounding.format_of(name, oracle.spec.architecture):
-            # Router logits held as eager code holds them: rounding them adds to what the emulation errs already.
-            other = np.asarray(FORMATS[form](other.astype(np.float32)), np.float64)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
+        kept = np.flatnonzero(~unsure[name]) if name in unsure else np.arange(len(tokens))
+        if not len(kept):
+            continue  # said below
+        terms = exact.terms.get(name)
         view = SiteView(
-            prompt, name, np.asarray(value, np.float64), own, other, form, ids, length, exact.terms.get(name)
+            prompt,
+            name,
+            np.asarray(value, np.float64)[kept],
+            own[kept],
+            other[kept],
+            rounding.format_of(name, architecture),
+            ids,
+            length,
+            None if terms is None else terms[kept],
+            kept,
         )
         for measurement, divergence in view.judge(widening(name, precision, rounds)):
             if divergence is not None:
+                if name.endswith(_LOGITS) and router != "eager" and _on_grid(value, precision):
+                    hint = f"; all are numbers of {precision}: an engine that holds them so says Info.router 'eager'"
+                    divergence = replace(divergence, note=divergence.note + hint)
                 report.fail(measurement, divergence)
             if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
                 worst[measurement.metric] = measurement
     report.compared = len(shown)
+    if unsure:
+        report.measurements.append(_left_out(prompt, unsure))
     # One line a statistic for what passed: the site that used most of its budget.
     report.measurements += [measurement for measurement in worst.values() if measurement.ok]
     return report
@@ -126,6 +150,8 @@ class SiteView:
     prompt_tokens: int
     terms: np.ndarray | None = None
     """Sums of the magnitudes of the terms that each value is made of, where it is one matrix product."""
+    tokens: np.ndarray | None = None
+    """Positions of the first axis; None for all from 0 on."""
 
     def judge(self, widen: float) -> list[tuple[Measurement, Divergence | None]]:
         """Both statistics, with a divergence where one is over its budget.
@@ -136,7 +162,7 @@ class SiteView:
         own, value, emulated = (array.reshape(-1, width) for array in (self.own, self.value, self.emulated))
         scale = error_scale(own, None if self.terms is None else self.terms.reshape(-1, width))
         per_token = len(own) // len(self.own)
-        positions = np.repeat(np.arange(len(self.own)), per_token)
+        positions = np.repeat(np.arange(len(self.own)) if self.tokens is None else self.tokens, per_token)
         rows = Rows.of_elements(
             self.prompt, positions, (value - own) / scale, (emulated - own) / scale, ulp(own, self.form) / scale
         )
@@ -168,7 +194,8 @@ class SiteView:
     def _divergence(
         self, row: int, per_token: int, element: int, found: float, limit: float, metric: str
     ) -> Divergence:
-        position, slot = divmod(row, per_token)
+        place, slot = divmod(row, per_token)
+        position = place if self.tokens is None else int(self.tokens[place])
         width = self.own.shape[-1]
         got, expected = (array.reshape(-1, width)[row, element] for array in (self.value, self.own))
         index = [element] if self.own.ndim == 2 else [slot, element]
@@ -187,6 +214,67 @@ class SiteView:
             element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+
+def _on_grid(value: np.ndarray, precision: str) -> bool:
+    """Whether a 16-bit precision holds every one of the numbers."""
+    from pytest_adapt.oracle.rounding import FORMATS
+
+    plain = np.asarray(value, np.float32)
+    return precision != "fp32" and bool((FORMATS[precision](plain) == plain).all())
+
+
+def _unsure(
+    oracle: Any,
+    tokens: Sequence[int],
+    forced: Mapping[str, np.ndarray],
+    hidden: Mapping[str, np.ndarray],
+    exact: Any,
+    emulated: Any,
+) -> dict[str, np.ndarray]:
+    """Site -> bool [T]: rows that a near-tie among experts which nobody shows may have changed; only sites with some.
+
+    A target may choose otherwise there, and does not say so: what it then shows is right and is not what the oracle
+    has. Which rows that reaches follows from the dataflow, so the oracle runs again with the next best expert in each
+    such place, and what is the same with both choices can be compared.
+    """
+    from pytest_adapt.oracle.routing import choose
+
+    others: dict[str, np.ndarray] = {}
+    for name, ids in hidden.items():
+        layer = layer_of(name)[0]
+        selection = np.asarray(exact.selection[layer], np.float64)
+        error = row_error(np.asarray(emulated.selection[layer], np.float64) - selection)
+        rows = np.flatnonzero(near_tie(exact.margins[layer], error))
+        if len(rows):
+            without = selection[rows].copy()
+            weakest = np.argmin(np.take_along_axis(without, ids[rows], axis=-1), axis=-1)
+            without[np.arange(len(rows)), ids[rows, weakest]] = -np.inf
+            others[name] = ids.copy()
+            others[name][rows] = choose(oracle.spec.mixture.router, without).ids
+    if not others:
+        return {}
+    second = oracle.run(tokens, forced={**forced, **hidden, **others})
+    found = {}
+    for name, own in exact.own.items():
+        if layer_of(name)[1] in CHOICES:
+            continue
+        one, two = (np.asarray(value, np.float64).reshape(len(tokens), -1) for value in (own, second.own[name]))
+        changed = np.abs(one - two).max(axis=1) > _SAME * np.abs(one).max(axis=1)
+        if changed.any():
+            found[name] = changed
+    return found
+
+
+def _left_out(prompt: str, unsure: Mapping[str, np.ndarray]) -> Measurement:
+    """What could not be compared, in a line that takes no side."""
+    rows, total = sum(int(one.sum()) for one in unsure.values()), sum(len(one) for one in unsure.values())
+    most = max(unsure, key=lambda name: unsure[name].mean())
+    detail = (
+        f"{rows} of {total} rows of {len(unsure)} sites, most of {most}, follow a near-tie between experts, and were "
+    )
+    detail += f"left out: show {_IDS} to have them judged"
+    return Measurement("site.unsure", float(rows), float(total), True, "taps", prompt, None, most, 0, detail)
 
 
 def known_site(name: str) -> bool:
@@ -243,20 +331,6 @@ def widening(name: str, precision: str, rounds: str) -> float:
     return math.sqrt(1.0 + extra)
 
 
-def _format(rounding: Any, name: str, architecture: str, router: str) -> str:
-    """Format whose rounding a shown value may have.
-
-    Emulations keep the router in float32, so that no wrong choice is absorbed. A target that says it holds the router's
-    logits as eager code does (``router`` eager) may hold them in the format of the router's weight: choices are judged
-    given the shown logits.
-    """
-    layer, local = layer_of(name)
-    if local == "moe.router.logits" and router == "eager":
-        name = f"parameter.model.layers.{layer}.mlp.gate.weight"
-    found: str = rounding.format_of(name, architecture)
-    return found
-
-
 def _step(position: int, prompt_tokens: int) -> str:
     return "decode" if position >= prompt_tokens else "prefill"
 
@@ -291,13 +365,14 @@ def _usable(
     for name, value in shown.items():
         layer, local = layer_of(name)
         problem: tuple[int, int | None, str] | None = None
+        wanted = "distinct experts in ascending order" if local in CHOICES else "finite numbers"
         if name not in shapes:
-            problem = 0, None, "the model has no such site"
+            problem, wanted = (0, None, "a site that the model does not have"), "one of its sites"
         elif local in CHOICES:
             router = oracle.spec.mixture.router
             problem = shape_problem(value, shapes[name][0], router.chosen, router.experts)
         elif value.shape != shapes[name]:
-            problem = 0, None, f"shape {value.shape}, expected {shapes[name]}"
+            problem, wanted = (0, None, f"shape {value.shape}"), f"shape {shapes[name]}"
         elif not np.isfinite(value).all():
             row = int(np.argwhere(~np.isfinite(value))[0][0])
             count = int((~np.isfinite(value)).sum())
@@ -313,9 +388,7 @@ def _usable(
                 layer=layer,
                 position=row,
                 got=reason,
-                expected="finite numbers of the model's shape"
-                if local not in CHOICES
-                else "distinct experts, ascending",
+                expected=wanted,
                 error=math.inf,
                 budget=0.0,
                 prompt=prompt,

@@ -231,9 +231,42 @@ def drawable(place: Place, setting: Sampling) -> np.ndarray:
     return found
 
 
+def surely_kept(place: Place, setting: Sampling) -> np.ndarray:
+    """bool [V]: tokens that the filters keep whatever the errors of a healthy target's logits (as in `drawable`).
+
+    Of top_k those that are better than the first one left out by more than a near-tie; of top_p those before which
+    the mass of all that may be better, within the error, stays below ``top_p``.
+    """
+    ordered = np.sort(place.logits)[::-1]
+    sure = np.ones(len(ordered), bool)
+    if 0 < setting.top_k < len(ordered):
+        sure = ~near_tie(place.logits - ordered[setting.top_k], place.error)
+    if setting.top_p < 1:
+        p = distribution(place, Sampling(setting.temperature, setting.top_k))
+        ahead = place.logits[:, None] - place.logits[None, :]
+        before = np.sum(np.where(near_tie(ahead, place.error), p[None, :], 0.0), axis=1) - p
+        factor = math.exp(CANDIDATES * MAX_FACTOR * place.error / setting.temperature)
+        most = before * factor / (before * factor + np.maximum(1.0 - before, 0.0) + np.finfo(np.float64).tiny)
+        sure &= most < setting.top_p
+    found: np.ndarray = sure & (distribution(place, setting) > 0)
+    return found
+
+
+def comparable(place: Place, setting: Sampling) -> np.ndarray:
+    """float64 [V]: the distribution of a drawn token, given that it is `surely_kept`; zeros where none is.
+
+    A token at the border of a filter may be kept or not, and takes its share from all others; the odds of those that
+    are surely kept are the same either way.
+    """
+    p = np.where(surely_kept(place, setting), distribution(place, setting), 0.0)
+    total = p.sum()
+    found: np.ndarray = p / total if total else p
+    return found
+
+
 def _moments(place: Place, setting: Sampling) -> tuple[float, float]:
-    """Mean and variance of `Place.surprise` of a token drawn under ``setting``."""
-    p = distribution(place, setting)
+    """Mean and variance of `Place.surprise` of a surely kept token drawn under ``setting``."""
+    p = comparable(place, setting)
     values = place.surprise(setting.temperature)
     mean = float(p @ values)
     return mean, float(p @ (values - mean) ** 2)
@@ -326,11 +359,16 @@ class Draws:
         )
 
     def _distribution(self) -> Measurement:
-        temperature, level = self.setting.temperature, ALPHA / LOOKS
-        drawn = {name: np.array(tokens) for name, tokens in self.drawn.items()}
+        temperature, level, drawn = self.setting.temperature, ALPHA / LOOKS, self._compared()
         expected = {
             name: _reference(self.places[name], self.setting, _REFERENCE * len(ids)) for name, ids in drawn.items()
         }
+        count = sum(map(len, drawn.values()))
+        if not count:
+            detail = f"{self.label}: which tokens the filter keeps is no matter of certainty at any of the places"
+            return Measurement(
+                "sample.distribution", math.inf, -math.log10(level), False, "text", detail=detail, settled=False
+            )
         inflation = sum(
             len(ids) * _REFERENCE / (1 + _REFERENCE) * 2 * MEAN_FACTOR * self.places[name].kl / temperature**2
             for name, ids in drawn.items()
@@ -340,12 +378,13 @@ class Draws:
             expected,
             {name: self.places[name].surprise(temperature) for name in drawn},
             alpha=level,
-            surprise_margin=self._slack() * self._information() / self.count,
+            surprise_margin=self._slack() * self._information() / count,
             frequency_margin=inflation,
         )
         moved = "rarer" if found.surprise > 0 else "more probable"
         detail = (
-            f"{self.label}, {self.count} draws: p {found.p:.2g} ({found.permutations} permutations within prompts); "
+            f"{self.label}, {count} draws: p {found.p:.2g} ({found.permutations} permutations within prompts"
+            f"{'; p cannot be smaller' if found.p * (found.permutations + 1) < 1.5 else ''}); "
         )
         detail += f"tokens {moved} by {abs(found.surprise):.3g} nats ({found.surprise_score:.3g} sd), "
         detail += f"frequencies {found.frequency_score:.3g} sd off"
@@ -360,14 +399,14 @@ class Draws:
             worst,
             None,
             "",
-            self.count,
+            count,
             detail,
         )
 
     def _temperature(self) -> Measurement:
         """How far off the temperature may be: the score estimate of its logarithm, and what would have been seen."""
         information = self._information()
-        off = sum(self._moved(name, signed=True) for name in self.drawn) / information if information else 0.0
+        off = sum(self._moved(name, signed=True) for name in self._compared()) / information if information else 0.0
         error, slack = 1 / math.sqrt(information) if information else math.inf, self._slack()
         quantile = NormalDist().inv_cdf
         reach = (quantile(1 - ALPHA / LOOKS / 2) + quantile(POWER)) * error * math.sqrt(1 + 1 / _REFERENCE) + slack
@@ -395,9 +434,16 @@ class Draws:
             settled=settled,
         )
 
+    def _compared(self) -> dict[str, np.ndarray]:
+        """The draws whose odds are known: those of tokens that are surely kept, where there are any."""
+        found = {name: np.array(tokens) for name, tokens in self.drawn.items()}
+        found = {name: ids[surely_kept(self.places[name], self.setting)[ids]] for name, ids in found.items()}
+        return {name: ids for name, ids in found.items() if len(ids)}
+
     def _information(self) -> float:
-        """Fisher's information of all draws about the logarithm of the temperature."""
-        return sum(len(tokens) * _moments(self.places[name], self.setting)[1] for name, tokens in self.drawn.items())
+        """Fisher's information of the compared draws about the logarithm of the temperature."""
+        compared = self._compared()
+        return sum(len(tokens) * _moments(self.places[name], self.setting)[1] for name, tokens in compared.items())
 
     def _slack(self) -> float:
         """What a healthy target's logits may shift the logarithm of the temperature by.
@@ -408,14 +454,14 @@ class Draws:
         total = sum(
             (len(tokens) * self.places[name].rms / self.setting.temperature) ** 2
             * _moments(self.places[name], self.setting)[1]
-            for name, tokens in self.drawn.items()
+            for name, tokens in self._compared().items()
         )
         information = self._information()
         return RMS_FACTOR * math.sqrt(total) / information if information else 0.0
 
     def _moved(self, name: str, signed: bool = False) -> float:
         """Excess of the summed surprise of one place's draws."""
-        place, tokens = self.places[name], self.drawn[name]
+        place, tokens = self.places[name], self._compared()[name]
         values = place.surprise(self.setting.temperature)[tokens]
         found = float(values.sum() - len(tokens) * _moments(place, self.setting)[0])
         return found if signed else abs(found)
@@ -431,10 +477,10 @@ def _token(answer: Response, end: int) -> int | None:
 
 
 def _reference(place: Place, setting: Sampling, count: int) -> np.ndarray:
-    """``count`` draws from the exact distribution, a function of place, setting and their number in the row."""
+    """``count`` draws from the exact `comparable` distribution, a function of place, setting and their number."""
     text = f"{place.name} {place.tokens} {setting.temperature} {setting.top_k} {setting.top_p}"
     key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     uniform = np.random.Generator(np.random.Philox(key=key)).random(count)
-    total = np.cumsum(distribution(place, setting))
+    total = np.cumsum(comparable(place, setting))
     found: np.ndarray = np.searchsorted(total, uniform * total[-1], side="right")
     return found

@@ -2,6 +2,9 @@
 
 import pytest
 
+from pytest_adapt.verdict.result import Status
+from pytest_adapt.verdict.status import Verdict
+
 NUMBERS = ("logits", "score", "topk")
 """A prompt that is only scored shows a text-only target's answer to nothing."""
 SHOWN = (*NUMBERS, "text")
@@ -65,3 +68,30 @@ def test_repeated_requests_agree(target, model, precision, reference, judge):
         first = target.score(tokens)
         for attempt in range(2, 5):
             judge.agree(f"{name}: attempt {attempt} against the first", target.score(tokens), first, record)
+
+
+@pytest.mark.requirement(90)
+@pytest.mark.adapt(rung="consistent", needs=("text",))
+def test_output_ends_with_a_stop_token(target, model, precision, judge):
+    """The first one that comes is the end, and part of the output; one that the prompt holds ends nothing."""
+    count, found = 16, {}
+    for name, tokens in model.prompts().items():
+        if len(tokens) > 64 and found:
+            break
+        whole = target.generate(tokens, count, want=("text",)).tokens
+        # Not one of the first tokens, which may be out before the engine looks; and none that came before.
+        places = [place for place in range(2, len(whole) - 1) if whole[place] not in whole[:place]]
+        if places:
+            stop, before = whole[places[0]], [token for token in tokens if token not in whole]
+            found[name] = stop, target.generate(tokens, count, want=("text",), stop=(*before[-1:], stop))
+    if not found:
+        raise Verdict(Status.UNKNOWN, "every output repeats its first tokens: none can end it anywhere else")
+    if target.kind == "endpoint" and all(stop in response.tokens[:-1] for stop, response in found.values()):
+        raise Verdict(Status.UNSUPPORTED, f"{target.info.name} shows no token ids, or does not end at them")
+    for name, (stop, response) in found.items():
+        last = response.tokens[-1:] == (stop,)
+        ok = stop not in response.tokens[:-1] and last == (response.finish == "stop")
+        ok = ok and (last or len(response.tokens) == count)
+        detail = f"stop token {stop}: {len(response.tokens)} of {count} tokens came, {list(response.tokens)}, "
+        detail += f"finish {response.finish!r}; the first one that comes must be the last token, and finish 'stop'"
+        judge.promise("stop", ok, detail, prompt=name, observable="text", compared=len(response.tokens))

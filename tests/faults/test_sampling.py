@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,20 @@ from pytest_adapt.target.protocol import Deployment
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.judge import Judge
 
-SUITE = Path(__file__).resolve().parents[2] / "suites" / "correctness" / "test_samples.py"
+SUITES = Path(__file__).resolve().parents[2] / "suites"
+FILES = ("correctness/test_samples.py", "consistency/test_paths.py")
 CASES = [(fault, precision) for fault in FAULTS for precision in fault.precisions]
 
 
 def suite() -> dict[str, Callable[..., None]]:
-    spec = importlib.util.spec_from_file_location("adapt_suite_samples", SUITE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: value for name, value in vars(module).items() if name.startswith("test_")}
+    found: dict[str, Callable[..., None]] = {}
+    for file in FILES:
+        spec = importlib.util.spec_from_file_location(f"adapt_suite_{Path(file).stem}", SUITES / file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found |= {name: value for name, value in vars(module).items() if name.startswith("test_")}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +53,14 @@ def run(root: Path, words: str, name: str, precision: str, fault: Fault | None) 
     try:
         deployment = Deployment(str(model.directory), precision=precision, max_context=512 + RESERVE)
         judge = Judge(precision)
-        function(
-            target=OpenTarget(host, deployment, Mark(needs=("text",))),
-            model=model,
-            precision=precision,
-            reference=OracleReference(model.directory, entry.precisions, name),
-            judge=judge,
-        )
+        offered = {
+            "target": OpenTarget(host, deployment, Mark(needs=("text",))),
+            "model": model,
+            "precision": precision,
+            "reference": OracleReference(model.directory, entry.precisions, name),
+            "judge": judge,
+        }
+        function(**{one: offered[one] for one in inspect.signature(function).parameters})
     finally:
         host.close()
     return judge
@@ -74,7 +80,7 @@ def test_a_fault_is_caught_and_its_cause_is_said(root: Path, fault: Fault, preci
 @pytest.mark.parametrize("name", ["llama-odd", "deepseek-v3-odd-neg"])
 def test_without_a_fault_nothing_is_red(root: Path, name: str, precision: str) -> None:
     wanted: Any = sorted({fault.where for fault in FAULTS})
-    assert len(wanted) == 4
+    assert len(wanted) == 5
     for words in wanted:
         judge = run(root, words, name, precision, None)
         assert judge.measurements and not judge.failures(), judge.message()

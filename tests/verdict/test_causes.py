@@ -153,3 +153,14 @@ def test_an_exception_has_one_cause_wherever_it_was_raised() -> None:
 def test_a_site_that_the_vocabulary_does_not_know_comes_last() -> None:
     assert sorted(["mine", "logits", "embed"], key=dataflow) == ["embed", "logits", "mine"]
     assert isinstance(clusters([red("correct", "a", over("mine"))])[0], Cluster)
+
+
+@pytest.mark.requirement(116)
+def test_what_was_compared_and_failed_leads_before_what_could_not_be_judged() -> None:
+    """Hidden observables on a lower rung are no reason to look for the cause there."""
+    hidden = replace(red("correct", "a"), status=Status.UNKNOWN, reason="needs taps; the target shows text")
+    measured = red("consistent", "b", over(metric="agree.rms"))
+    for cases in ([hidden, measured], [measured, hidden]):
+        assert [cluster.first.case for cluster in clusters(cases)] == ["consistency/b", "correctness/a"]
+    lower = red("correct", "c", over(metric="kl"), model="llama-odd")
+    assert clusters([hidden, measured, lower])[0].first.case == "correctness/c"

@@ -149,6 +149,62 @@ def test_a_token_at_the_border_needs_a_certificate() -> None:
     assert distribution(near, Sampling(1.0, top_p=reached + 1e-9))[2] > 0
 
 
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("filtered", [Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8), Sampling(1.0, 3, 0.8)])
+def test_what_rounding_may_let_in_or_out_is_no_difference(filtered: Sampling) -> None:
+    """At each place one token is at the border: targets that keep it and targets that do not are both right."""
+    places = []
+    for number in range(8):
+        logits = np.random.default_rng(number).normal(0, 0.3, VOCAB)
+        logits[:5] += 3.0
+        logits = np.sort(logits)[::-1].copy()
+        if filtered.top_k:
+            logits[3] = logits[2] - 1e-4  # as good as the third
+        if filtered.top_p < 1:  # the best ones reach top_p by a hair: is the next one still wanted?
+            kept = 2 if filtered.top_k else 5
+            rest = np.exp(logits[kept : 3 if filtered.top_k else None])
+            mass = np.exp(logits[:kept])
+            logits[:kept] += np.log(filtered.top_p * rest.sum() / (1 - filtered.top_p) / mass.sum()) + 1e-4
+        places.append(Place(f"p{number}", (number, 1, 2), logits, 0.01, 0.003, 5e-6))
+    near = Plan(tuple(places), 1.0, 3, end=-1)
+
+    def moved(amount: float) -> Plan:
+        """The same places with the tokens from the border on better by ``amount``, or worse."""
+        first = 2 if filtered.top_k else 5
+        step = (
+            np.where(np.arange(VOCAB) == 3, amount, 0.0)
+            if filtered.top_p == 1
+            else amount * (np.arange(VOCAB) >= first)
+        )
+        return replace(near, places=tuple(replace(one, logits=one.logits + step) for one in places))
+
+    kept = []
+    for amount in (-1e-3, 1e-3):
+        target = moved(amount)
+        kept.append([set(np.flatnonzero(distribution(one, filtered))) for one in target.places])
+        requests = near.requests(filtered, draws=128)
+        rng = np.random.default_rng(1)
+        by_tokens = {one.tokens: distribution(one, filtered) for one in target.places}
+        drawn = Draws(filtered, "asked")
+        answers = {one.id: Response(one.id, 3, (int(rng.choice(VOCAB, p=by_tokens[one.prompt])),)) for one in requests}
+        drawn.add(near, requests, answers)
+        found = by_name(drawn)
+        assert found["sample.distribution"].ok, found
+        assert "0 of" in found["sample.support"].detail, found
+    assert all(one != other for one, other in zip(*kept, strict=True)), "the case is about sets that differ"
+
+
+def test_where_no_token_is_surely_kept_nothing_is_decided() -> None:
+    level = Place("p", (1, 2, 3), np.array([1.0, 1.0, 1.0, 1.0]), 0.1, 0.03, 5e-4)
+    alone = Plan((level,), 1.0, 2, end=-1)
+    setting = Sampling(1.0, top_k=2)
+    requests = alone.requests(setting, draws=16)
+    drawn = Draws(setting, "asked")
+    drawn.add(alone, requests, {one.id: Response(one.id, 3, (0,)) for one in requests})
+    found = by_name(drawn)["sample.distribution"]
+    assert not found.ok and not found.settled and "no matter of certainty" in found.detail
+
+
 def test_filters_follow_one_another() -> None:
     """Of 4/8, 2/8, 1/8, 1/8 top_k 3 leaves 4/7, 2/7, 1/7, of which top_p 0.8 keeps two."""
     halves = Place("p", (1,), np.log([0.5, 0.25, 0.125, 0.125]), 1e-6, 1e-6, 1e-12)

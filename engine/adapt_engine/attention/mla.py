@@ -52,7 +52,7 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
             "scale": scale,
             "window": spec.window,
         }
-        few = (span.stop - span.start) * _FEW_ROWS <= span.known
+        few = ops.strict or (span.stop - span.start) * _FEW_ROWS <= span.known
         attend_span = absorbed if few else expanded
         return attend_span(step.ops, spec, weights, queries, latents, turned, partial(read, **settings))
 
@@ -94,7 +94,9 @@ def absorbed(
     Stays in float32 until the context, which is what the expanded form rounds; W commutes with merging partial
     contexts, whose weights sum to one.
     """
-    per_head = weights["attn.kv_b.weight"].view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
+    matrix = weights["attn.kv_b.weight"]
+    assert isinstance(matrix, torch.Tensor), "latent attention takes this matrix apart: it is not packed"
+    per_head = matrix.view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
     moved = ops.head_linear(queries[..., : spec.nope_dim], per_head[:, : spec.nope_dim].transpose(1, 2))
     shared = torch.cat((moved, queries[..., spec.nope_dim :].float()), dim=-1)
     keys = torch.cat((latents[:, None], turned), dim=-1)

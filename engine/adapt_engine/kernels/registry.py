@@ -71,11 +71,16 @@ class Implementation:
     """The largest one that serves the request wins; reference implementations have 0."""
     composite: bool = False
     """``call(ops)`` makes the op from the other ops of the registry."""
+    fuses: frozenset[str] = frozenset()
+    """Ops that it computes itself instead of calling them. It gives the bits that they would, and gives way to an
+    implementation that calls them as soon as one of them is wrapped."""
 
 
 class Ops:
     """The resolved ops of one engine, as attributes. Model code calls ``ops.linear(...)``."""
 
+    strict: bool
+    """Mode strict: of several ways to compute a thing, the same one is to be taken however many rows there are."""
     embedding: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -121,39 +126,52 @@ class WrapHandle:
 class KernelRegistry:
     """Implementations on offer, the ones chosen for one (dtype, mode), and wrappers around them.
 
-    Parameters: the implementations to choose from, the engine's dtype and its mode. Raises EngineError for
-    an unknown mode or an op that nothing on offer can serve with the traits that the mode requires.
+    Parameters: the implementations to choose from, the engine's dtype and its mode, and the ops that this engine never
+    calls, which need no traits. Raises EngineError for an unknown mode or an op that nothing on offer can serve with
+    the traits that the mode requires.
     """
 
-    def __init__(self, offers: Iterable[Implementation], dtype: torch.dtype, mode: str) -> None:
+    def __init__(
+        self, offers: Iterable[Implementation], dtype: torch.dtype, mode: str, unused: frozenset[str] = frozenset()
+    ) -> None:
         if mode not in MODES:
             raise EngineError(f"option mode: {mode!r} is not one of {', '.join(MODES)}")
         self.dtype = dtype
         self.mode = mode
+        self._unused = unused
         self.layer: int | None = None
         self.ops = Ops()
+        self.ops.strict = mode == "strict"
         self._chosen: dict[str, Implementation] = {}
+        self._apart: dict[str, Implementation] = {}
         self._wrappers: dict[str, list[Callable[..., Any]]] = {op: [] for op in OPS}
         available = list(offers)
         for op in OPS:
             self._chosen[op] = self._resolve(op, available)
+            if self._chosen[op].fuses:
+                self._apart[op] = self._resolve(op, [offer for offer in available if not offer.fuses])
+        for op in OPS:
             self._bind(op)
 
     def _resolve(self, op: str, offers: list[Implementation]) -> Implementation:
         serving = [offer for offer in offers if offer.op == op and self.dtype in offer.dtypes]
-        required = MODES[self.mode]
+        required = MODES["fast" if op in self._unused else self.mode]
         fit = [offer for offer in serving if required <= offer.traits]
         if not fit:
             have = ", ".join(offer.name for offer in serving) or "none"
             needed = ", ".join(sorted(required)) or "an implementation"
             raise EngineError(
                 f"mode {self.mode}: op {op} in {self.dtype} needs {needed}, "
-                f"implementations there are: {have}; use mode fast"
+                f"implementations there are: {have}; build the native kernels, or use mode fast"
             )
         return max(fit, key=lambda offer: offer.priority)
 
-    def _bind(self, op: str) -> None:
+    def _in_use(self, op: str) -> Implementation:
         chosen = self._chosen[op]
+        return self._apart[op] if any(self._wrappers[part] for part in chosen.fuses) else chosen
+
+    def _bind(self, op: str) -> None:
+        chosen = self._in_use(op)
         call = chosen.call(self.ops) if chosen.composite else chosen.call
         for wrapper in self._wrappers[op]:
             call = wrapper(call)
@@ -164,15 +182,26 @@ class KernelRegistry:
         if op not in self._wrappers:
             raise EngineError(f"no op {op!r}; ops are {', '.join(OPS)}")
         self._wrappers[op].append(wrapper)
-        self._bind(op)
+        self._rebind(op)
         return WrapHandle(self, op, wrapper)
 
     def unwrap(self, op: str, wrapper: Callable[..., Any]) -> None:
         """Remove one wrapper of an op; nothing happens where it is not there."""
         if wrapper in self._wrappers[op]:
             self._wrappers[op].remove(wrapper)
-            self._bind(op)
+            self._rebind(op)
+
+    def _rebind(self, op: str) -> None:
+        """``op``, and what computes it without calling it."""
+        for other in OPS:
+            if other == op or op in self._chosen[other].fuses:
+                self._bind(other)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether anybody has wrapped an op."""
+        return any(self._wrappers.values())
 
     def names(self) -> dict[str, str]:
         """op -> name of the implementation in use (``native-avx512``, ``reference``)."""
-        return {op: chosen.name for op, chosen in self._chosen.items()}
+        return {op: self._in_use(op).name for op in OPS}

@@ -9,7 +9,12 @@ import torch
 from ..attention import gqa, mla
 from ..config import DenseSpec, LayerSpec, ModelSpec, MoESpec
 from ..kernels import KernelRegistry
+from ..kernels.packed import Parameter
+from ..kv.cache import PagedCache
 from ..moe.experts import mix
+from ..runtime.taps import TapRecorder
+from .fused import FusedLayers
+from .parallel import Parallel
 from .step import Step
 from .weights import Weights, layer_weights
 
@@ -26,13 +31,28 @@ class Transformer:
     """
 
     def __init__(
-        self, spec: ModelSpec, parameters: Mapping[str, torch.Tensor], kernels: KernelRegistry, first: int = 0
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, Parameter],
+        kernels: KernelRegistry,
+        first: int = 0,
     ) -> None:
         self.spec = spec
         self.parameters = parameters
         self.kernels = kernels
         self.first = first
         self._layers = [layer_weights(parameters, first + index) for index in range(len(spec.layers))]
+        self._fused: FusedLayers | None = None
+
+    def fuse(self, cache: PagedCache) -> None:
+        """Compute whole passes over ``cache`` natively where that can be done and nobody looks in between."""
+        self._fused = FusedLayers.build(self.spec, self.parameters, self.kernels, cache, self.first)
+
+    def whole(self, parallel: Parallel, record: TapRecorder | None) -> FusedLayers | None:
+        """What computes a pass from token ids to logits in one call; None where that cannot be done now."""
+        fused = self._fused
+        all_here = parallel.first_stage and parallel.last_stage
+        return fused if fused is not None and all_here and fused.serves(parallel, record) else None
 
     def forward(self, step: Step) -> torch.Tensor | None:
         """Logits float32 [R, V] of ``step.head_rows`` on the last stage, None on others.
@@ -46,6 +66,13 @@ class Transformer:
                 record("embed", x)
         else:
             x = parallel.receive(step.ids.shape[0], self.spec.hidden, self.kernels.dtype)
+        if self._fused is not None and self._fused.serves(parallel, record):
+            if not parallel.first_stage:
+                x = x.clone()  # it is written to, and the stage before may still hold it
+            logits = self._fused.run(step, x)
+            if not parallel.last_stage:
+                parallel.hand_on(x)
+            return logits
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self._layers, strict=True), self.first):
             self.kernels.layer = index
             step.tap = record.layer(index) if record else None
@@ -60,6 +87,7 @@ class Transformer:
         """Let go of the weights; nothing can be computed afterwards."""
         self.parameters = {}
         self._layers = []
+        self._fused = None
 
     def _logits(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         ops, record = step.ops, step.record

@@ -6,6 +6,7 @@ has a scheduler and a block pool of its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .. import threads
 from ..comm import Traffic
 from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
@@ -113,7 +115,7 @@ class Engine:
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
         check_memory(plan, options)
         if options.threads:
-            torch.set_num_threads(options.threads)
+            threads.use(options.threads)
         try:
             executor: Executor = (
                 ProcessExecutor(directory, plan, options, nursery)
@@ -348,7 +350,8 @@ class Engine:
             sequence.finish = "length"
             return ()
         last = logits[-1]
-        if not bool(torch.isfinite(last).all()):
+        # Both are NaN where one element is.
+        if not all(math.isfinite(float(bound)) for bound in torch.aminmax(last)):
             sequence.finish = "error"
             sequence.error = f"logits after token {sequence.computed - 1} are not finite"
             self._counts["errors"] += 1

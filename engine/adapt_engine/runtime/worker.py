@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from .. import threads
 from ..comm import Communicator
 from ..errors import EngineError
 from ..kernels import KernelRegistry, native, reference, sdpa
+from ..kernels.packed import Parameter, pack_parameters, storages_of
 from ..kv.cache import PagedCache
+from ..layout import Layout
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
 from ..model.transformer import Transformer
@@ -20,7 +24,7 @@ from ..weights.parameters import ShardSlice
 from ..weights.shards import ShardPlan
 from .memory import RankMemory, StepMeter, storage_bytes
 from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pack
-from .requests import DTYPES, EngineOptions
+from .requests import DTYPES, QUANTISED, EngineOptions
 from .taps import TapRecorder
 
 __all__ = ["Worker", "kernels_of"]
@@ -28,8 +32,20 @@ __all__ = ["Worker", "kernels_of"]
 
 def kernels_of(options: EngineOptions) -> KernelRegistry:
     """The ops that these options ask for. Raises EngineError where a mode needs what no kernel has."""
+    if options.precision in QUANTISED and not (options.native and native.load() is not None):
+        why = "the option native is off" if not options.native else "they are not built: install with a C++ compiler"
+        raise EngineError(f"precision {options.precision} needs the native kernels, and {why}; or use bf16")
     offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
-    return KernelRegistry(offers, DTYPES[options.precision], options.mode)
+    layout = Layout.parse(options.layout)
+    if options.mode == "strict":
+        cut = [axis for axis in ("tp", "sp", "etp") if getattr(layout, axis) > 1]
+        if cut:
+            raise EngineError(
+                f"mode strict: layout {layout} adds up over {' and '.join(cut)}, and those sums are in no canonical "
+                "order yet; use layouts of pp, ep and dp, or mode fast"
+            )
+    unused = frozenset() if layout.sp > 1 else frozenset({"attention_partial", "attention_merge"})
+    return KernelRegistry(offers, DTYPES[options.precision], options.mode, unused)
 
 
 class Worker:
@@ -43,6 +59,7 @@ class Worker:
         loader: Loader,
         report: LoadReport,
         kernels: KernelRegistry,
+        parameters: Mapping[str, Parameter],
     ) -> None:
         self.plan = plan
         self.options = options
@@ -56,10 +73,14 @@ class Worker:
         sp = self.parallel.sp.size
         blocks = -(-options.cache_tokens // options.page_size)
         self.cache = PagedCache(spec, kernels.dtype, -(-blocks // sp), options.page_size, layers.start)
-        self.transformer = Transformer(spec, loader.parameters, kernels, layers.start)
+        self.transformer = Transformer(spec, parameters, kernels, layers.start)
+        # Ranks that share a layer meet between ops; memory is measured at the tensors of the single ops.
+        alone = self.parallel.tp.size == self.parallel.sp.size == self.parallel.expert.size == 1
+        if alone and options.native and not options.measure_memory:
+            self.transformer.fuse(self.cache)
         recorder = TapRecorder(plan.spec.sites(), options.taps)
         self._taps = recorder if recorder.wanted else None
-        known = [*loader.parameters.values(), *self.cache.tensors()]
+        known = [*storages_of(parameters.values()), *self.cache.tensors()]
         self._meter = StepMeter(known) if options.measure_memory else None
 
     @classmethod
@@ -68,7 +89,15 @@ class Worker:
         kernels = kernels_of(options)
         loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
         report = loader.load()
-        return cls(plan, options, comm, loader, report, kernels)
+        parameters: Mapping[str, Parameter] = loader.parameters
+        module = native.load() if options.native else None
+        if module is not None:
+            threads.follow()
+            expected = (piece.parameter for piece in plan.pieces(comm.rank))
+            parameters = pack_parameters(
+                module, loader.parameters, expected, plan.spec.tied, options.precision in QUANTISED
+            )
+        return cls(plan, options, comm, loader, report, kernels, parameters)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> RankAnswer:
@@ -77,8 +106,9 @@ class Worker:
         answers = []
         with self._meter or nullcontext():
             for index in range(plan.micro_batches):
-                step = self._build(plan.batch(self.parallel.place.dp, index))
-                logits = self.transformer.forward(step)
+                batch = plan.batch(self.parallel.place.dp, index)
+                whole = self.transformer.whole(self.parallel, self._taps)
+                logits = whole.step(batch) if whole is not None else self.transformer.forward(self._build(batch))
                 answers.append(Answer(logits, self._taps.take() if self._taps is not None else {}))
         return RankAnswer(answers)
 
@@ -128,7 +158,7 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """Bytes of the rank's tensors."""
-        weights = storage_bytes(self.transformer.parameters.values())
+        weights = storage_bytes(storages_of(self.transformer.parameters.values()))
         temporary = None if self._meter is None else self._meter.peak
         return RankMemory(self.comm.rank, self.comm.name, weights, storage_bytes(self.cache.tensors()), temporary)
 
