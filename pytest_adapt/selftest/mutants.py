@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from pytest_adapt.golden import record as record_module
 from pytest_adapt.golden import sketch
 from pytest_adapt.selftest.comparators import CHECKS, World
-from pytest_adapt.verdict import budget, discrete, judge, localise, pooling, views
+from pytest_adapt.verdict import budget, discrete, judge, localise, matches, pooling, views
 
 __all__ = ["MUTANTS", "Mutant", "planted", "seen_by"]
 
@@ -161,7 +161,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "return np.where(needed, record.next_logprob[rows], np.nan)",
     ),
     "argmin for argmax": Mutant(views, "logits.argmax(axis=1)", "logits.argmin(axis=1)"),
-    "mismatches are ties": Mutant(judge, "if near_tie(margin, error):", "if True:"),
+    "mismatches are ties": Mutant(matches, "if near_tie(margin, error):", "if True:"),
     "pooled verdict ignored": Mutant(pooling, "rms <= rms_budget", "True"),
     "largest verdict ignored": Mutant(pooling, "ok=largest <= largest_budget", "ok=True"),
     "divergence verdict ignored": Mutant(pooling, "value, budget, value <= budget, obs", "value, budget, True, obs"),

@@ -31,7 +31,7 @@ from pytest_adapt.golden.sketch import top_ids
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import MAX_FACTOR, MEAN_FACTOR, RMS_FACTOR, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
-from pytest_adapt.verdict.pooling import margin_below
+from pytest_adapt.verdict.matches import margin_below
 from pytest_adapt.verdict.result import Measurement
 from pytest_adapt.verdict.sampling import LOOKS, Draws
 from pytest_adapt.verdict.statistics import (

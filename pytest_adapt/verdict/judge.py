@@ -26,14 +26,12 @@ from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.gates import Evidence
 from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
 from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
+from pytest_adapt.verdict.matches import Matches, judge_matches, margin_below
 from pytest_adapt.verdict.pooling import (
-    Matches,
     cosine_gap,
     describe,
     judge_assumption,
-    judge_matches,
     judge_pooled,
-    margin_below,
     quadratic_rows,
     rows_of,
 )
@@ -213,7 +211,7 @@ class Judge:
         rows = np.array([row for row, _ in chosen], np.int64)
         matches = self._matches.setdefault(("token_match", "text"), Matches())
         picked = np.array([token for _, token in chosen], np.int64)
-        self._match(matches, prompt, record, rows, picked, emulation.certified[rows], error[rows])
+        matches.add(prompt, record, rows, picked, emulation.certified[rows], error[rows])
         self._count(emulation.certified[rows])
 
     def told(self, prompt: str, response: Response, readings: Sequence[str]) -> None:
@@ -457,7 +455,7 @@ class Judge:
             )
         matches = self._matches.setdefault((f"{pool}token_match", shown.observable), Matches())
         bound = row_error(emulation.largest)[rows]
-        self._match(matches, prompt, record, rows, shown.best, certified, bound)
+        matches.add(prompt, record, rows, shown.best, certified, bound)
 
     def _against_scores(
         self, prompt: str, found: np.ndarray, record: Record, rows: np.ndarray, certified: np.ndarray, pool: str
@@ -514,35 +512,6 @@ class Judge:
             tied = bool(near_tie(max(margins), bound))
             detail += f", {max(margins):.3g} nats below the best, where a healthy target errs by {bound:.3g}"
         self._add("agree.tokens", 0.0 if tied else 1.0, 0.0, tied, "text", what, position, different + 1, detail)
-
-    def _match(
-        self,
-        matches: Matches,
-        prompt: str,
-        record: Record,
-        rows: np.ndarray,
-        chosen: np.ndarray,
-        certified: np.ndarray,
-        bound: np.ndarray,
-    ) -> None:
-        """Count rows where the most probable token is the reference's, a near-tie, or wrong."""
-        for row, token, certain, error in zip(rows, chosen, certified, bound, strict=True):
-            if not certain:
-                matches.uncertain += 1
-                continue
-            matches.compared += 1
-            best = int(record.topk_ids[row, 0])
-            if token == best:
-                matches.equal += 1
-                continue
-            margin = margin_below(record, int(row), int(token))
-            if near_tie(margin, error):
-                matches.ties += 1
-                continue
-            at_least = "at least " if int(token) not in record.topk_ids[row] else ""
-            reason = f"token {int(token)} instead of {best}, {at_least}{margin:.3g} nats below it, "
-            reason += f"where a healthy target errs by {error:.3g}"
-            matches.wrong.append((prompt, int(record.positions[row]), reason))
 
     def _floor(self, record: Record, rows: np.ndarray, logprobs: np.ndarray | None = None) -> np.ndarray:
         """One ulp [R, n] of the logits' format at the magnitude of the logits behind log-probabilities."""

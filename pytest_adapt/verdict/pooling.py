@@ -1,10 +1,10 @@
-"""From errors of rows to measurements: pooled statistics against their budgets, and counts of discrete agreement."""
+"""From errors of rows to measurements: pooled statistics against their budgets."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,28 +15,13 @@ from pytest_adapt.verdict.result import Measurement
 from pytest_adapt.verdict.views import View
 
 __all__ = [
-    "Matches",
     "cosine_gap",
     "describe",
     "judge_assumption",
-    "judge_matches",
     "judge_pooled",
-    "margin_below",
     "quadratic_rows",
     "rows_of",
 ]
-
-
-@dataclass
-class Matches:
-    """Counts of discrete agreement over the prompts of an item."""
-
-    compared: int = 0
-    equal: int = 0
-    ties: int = 0
-    uncertain: int = 0
-    """Not compared: a routing flip is possible before that position."""
-    wrong: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 def describe(measurement: Measurement) -> str:
@@ -167,23 +152,3 @@ def _first_over(comparison: Comparison, prompt: str, position: int) -> tuple[int
             agree = f"the {first} rows before this one agree" if first > 1 else "only the row before this one agrees"
             return int(rows.positions[first]), f"; {agree}" if first else "; wrong from the first row on"
     return position, ""
-
-
-def judge_matches(key: tuple[str, str], found: Matches) -> Measurement:
-    metric, observable = key
-    detail = f"{found.equal} of {found.compared} equal, {found.ties} near-ties, {found.uncertain} not certified"
-    prompt, position = "", None
-    if found.wrong:
-        prompt, position, reason = found.wrong[0]
-        detail = f"{reason}; {detail}"
-    wrong = len(found.wrong)
-    return Measurement(
-        metric, wrong / found.compared, 0.0, not wrong, observable, prompt, position, "", found.compared, detail
-    )
-
-
-def margin_below(record: Record, row: int, token: int) -> float:
-    """How far ``token`` is below the best one, in nats; a lower bound where the record does not list it."""
-    place = np.flatnonzero(record.topk_ids[row] == token)
-    logprobs = record.topk_logprobs[row]
-    return float(logprobs[0] - logprobs[place[0] if len(place) else -1])
