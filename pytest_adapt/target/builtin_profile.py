@@ -105,9 +105,9 @@ class OpProfile:
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of all tensors in a value."""
-    if hasattr(value, "element_size"):
-        return int(value.numel() * value.element_size())
+    """Bytes of all tensors and packed matrices in a value."""
+    if hasattr(value, "nbytes"):
+        return int(value.nbytes)
     if isinstance(value, tuple | list):
         return sum(map(_bytes, value))
     return 0

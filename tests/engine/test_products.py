@@ -196,6 +196,13 @@ def test_a_packed_matrix_is_the_matrix_and_takes_its_bytes(dtype: torch.dtype) -
                 one, plain = (matrix[index], weight[index]) if len(shape) == 3 else (matrix, weight)
                 ids = torch.arange(len(plain)).flip(0)
                 assert torch.equal(one.dense(), plain) and torch.equal(one.rows(ids), plain[ids])
+                assert (matrix.nbytes, one.nbytes) == (weight.nbytes, plain.nbytes)
+            small = packed(weight, segment, quantised=True)
+            assert (
+                small.nbytes
+                == small.storage.nbytes + small.scales.nbytes
+                == weight.numel() + 4 * weight[..., 0].numel()
+            )
     with pytest.raises(IndexError):
         packed(torch.ones(3, 4)).rows(torch.tensor([3]))
     with pytest.raises(IndexError, match="no matrix 3"):

@@ -59,6 +59,29 @@ def test_counts_are_the_same_every_time(target: Any) -> None:
     assert more["op.lm_head.calls"] == 5 and more["framework.calls"] > first["framework.calls"]
 
 
+@pytest.mark.requirement(30)
+def test_packed_matrices_are_counted_as_they_lie(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacking one to see its size would itself be counted."""
+    from adapt_engine.kernels import native
+    from adapt_engine.kernels.packed import PackedMatrix
+
+    if native.load() is None:
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setattr(PackedMatrix, "dense", lambda self: pytest.fail("a matrix was unpacked"))
+    found = []
+    for features in ((), (("native", 0),)):
+        target: Any = resolve("builtin").create()
+        target.open(Deployment(str(directory), features=features))
+        target.profile("counts")
+        found.append(run(target))
+        target.close()
+    packed, plain = found
+    assert (
+        packed["op.linear.bytes"] == plain["op.linear.bytes"] and packed["op.linear.calls"] == plain["op.linear.calls"]
+    )
+    assert packed["op.lm_head.bytes"] == plain["op.lm_head.bytes"] > 0
+
+
 @pytest.mark.requirement(110)
 @pytest.mark.parametrize("clock", ["cpu", "wall"])
 def test_seconds_of_operations_are_their_own(target: Any, clock: str) -> None:

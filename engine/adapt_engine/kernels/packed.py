@@ -107,6 +107,13 @@ class PackedMatrix:
         plain = tree_map(lambda one: one.dense() if isinstance(one, PackedMatrix) else one, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the matrix or the stack takes, scales included."""
+        if not self.quantised:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) + math.prod(self.shape[:-1]) * torch.float32.itemsize
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` (int64 [n]) of a matrix [out, in], as [n, in] of its dtype."""
         return self._unpacked(ids, ids.shape[0])
