@@ -256,7 +256,8 @@ class Asked:
         found = count(target, model, load_named(load))
         status, why = held_against(ledger, found, target.info.name)
         judge.promise("counters", status is not Status.MISMATCH, why, compared=len(found.counters))
-        if proposed := self._proposed(status, found, target.info.name):
+        rebuilt = status is Status.PASS and bool(why)
+        if proposed := self._proposed(status, found, target.info.name, rebuilt):
             why = f"{why}\nproposed: {proposed}"
         raise Verdict(status, why, optional=status is Status.UNCHECKED)
 
@@ -335,13 +336,14 @@ class Asked:
         except LedgerError as error:
             raise Verdict(Status.FAIL, str(error)) from None
 
-    def _proposed(self, status: Status, found: Row, target: str) -> str:
-        """In the modes that propose records: where the proposal lies; "" where nothing was proposed."""
+    def _proposed(self, status: Status, found: Row, target: str, rebuilt: bool) -> str:
+        """In the modes that propose records: where the proposal lies; "" where nothing was proposed. ``rebuilt``: some
+        counters on record are of another build, and were not compared."""
         from pytest_adapt.perf.ledger import Proposal, propose
 
         settings = self._runner.settings
         missing = status in (Status.NEW, Status.UNCHECKED)
-        changed = status in (Status.MISMATCH, Status.STALE)
+        changed = rebuilt or status in (Status.MISMATCH, Status.STALE)
         if not (missing and settings.goldens in ("new", "update") or changed and settings.goldens == "update"):
             return ""
         root = self._runner.config.rootpath

@@ -29,6 +29,7 @@ __all__ = [
     "changes",
     "pending",
     "propose",
+    "rebuilt",
     "reject",
 ]
 
@@ -87,11 +88,12 @@ class Change:
         return f"{self.name} {self.before} -> {self.after}{share}"
 
 
-def changes(recorded: Row, found: Row) -> tuple[list[Change], str]:
-    """(what differs, by name; what was not compared and why, "" for nothing)."""
-    rebuilt = dict(recorded.build) != dict(found.build)
+def changes(recorded: Row, found: Row, every: bool = False) -> tuple[list[Change], str]:
+    """(what differs, by name; what was not compared and why, "" for nothing). ``every``: also what depends on a build
+    that is another one."""
+    moved = [] if every else rebuilt(recorded, found)
     names = sorted(recorded.counters.keys() | found.counters.keys())
-    compared = [name for name in names if not (rebuilt and name.startswith(_OF_BUILD))]
+    compared = [name for name in names if not (moved and name.startswith(_OF_BUILD))]
     differing = [
         Change(name, recorded.counters.get(name), found.counters.get(name))
         for name in compared
@@ -100,13 +102,17 @@ def changes(recorded: Row, found: Row) -> tuple[list[Change], str]:
     left = len(names) - len(compared)
     if not left:
         return differing, ""
-    moved = sorted(
-        name for name in {*recorded.build, *found.build} if recorded.build.get(name) != found.build.get(name)
-    )
-    told = ", ".join(
-        f"{name} {recorded.build.get(name, 'none')!r} -> {found.build.get(name, 'none')!r}" for name in moved
-    )
+    told = ", ".join(moved)
     return differing, f"{left} counters of operations and framework not compared: recorded with another build ({told})"
+
+
+def rebuilt(recorded: Row, found: Row) -> list[str]:
+    """What is built otherwise, one line each."""
+    return [
+        f"{name} {recorded.build.get(name, 'none')!r} -> {found.build.get(name, 'none')!r}"
+        for name in sorted({*recorded.build, *found.build})
+        if recorded.build.get(name) != found.build.get(name)
+    ]
 
 
 @dataclass

@@ -8,7 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_adapt.perf.ledger import FOLDER, Ledger, LedgerError, Proposal, accept, changes, pending, reject
+from pytest_adapt.perf.ledger import (
+    FOLDER,
+    Ledger,
+    LedgerError,
+    Proposal,
+    accept,
+    changes,
+    pending,
+    rebuilt,
+    reject,
+)
 from pytest_adapt.perf.loads import LOADS
 
 __all__ = ["findings", "main"]
@@ -75,9 +85,8 @@ def _table(store: Path, every: Sequence[Proposal]) -> list[str]:
         if before is None:
             lines.append(f"    - new: {len(one.row.counters)} counters")
             continue
-        differing, left = changes(before, one.row)
-        lines += [f"    - {change}" for change in differing] or ["    - no difference"]
-        lines += [f"    - {left}"] if left else []
+        differing, _ = changes(before, one.row, every=True)
+        lines += [f"    - {line}" for line in (*rebuilt(before, one.row), *differing)] or ["    - no difference"]
     return lines
 
 

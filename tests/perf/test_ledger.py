@@ -40,6 +40,8 @@ def test_another_build_leaves_out_what_depends_on_it_and_says_so() -> None:
     )
     (found,), _ = changes(ROW, replace(other, counters={**other.counters, "steps": 13}))
     assert found.name == "steps"
+    (found,), _ = changes(ROW, other, every=True)
+    assert found.name == "op.linear.calls"
 
 
 @pytest.mark.requirement(108)
@@ -99,6 +101,14 @@ def test_the_command_lists_rejects_and_verifies(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main([*words, "list"]) == 0
     assert "    - steps 12 -> 13 (+8.3%)" in capsys.readouterr().out
+    # Whoever accepts another build sees what depends on it too.
+    propose(
+        waiting,
+        Proposal("spin", "update", replace(ROW, counters={"op.linear.calls": 9}, build={"torch": "2.14"}), "case", ""),
+    )
+    assert main([*words, "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "    - native_ops 'swiglu' -> 'none'\n    - torch '2.13' -> '2.14'\n    - op.linear.calls 96 -> 9" in shown
     assert main([*words, "reject", "--all"]) == 0 and pending(waiting) == []
     assert main([*words, "verify"]) == 0
     path = Ledger.place(store, "spin")

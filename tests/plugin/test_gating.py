@@ -325,7 +325,9 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
         class Counting(Steady):
             made = 0
             def token(self, length): self.made += int(os.environ.get("EACH", "1"))
-            def stats(self): return {"made": float(self.made), "held_bytes": 64.0, "busy_share": 0.25}
+            def stats(self):
+                made = float(self.made)
+                return {"made": made, "op.draw.calls": made, "held_bytes": 64.0, "busy_share": 0.25}
         """
     )
     gated.pytester.makeini("[pytest]\nadapt_goldens_dir = mine\n")
@@ -345,7 +347,7 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert statuses() == {"pass"}
     ledger = gated.path / "mine" / "counters" / "spin.json"
     rows = {row["key"]: row["counters"] for row in json.loads(ledger.read_text())["cases"]}
-    assert rows["llama-odd single fp32 decode"] == {"held_bytes": 64, "made": 12}
+    assert rows["llama-odd single fp32 decode"] == {"held_bytes": 64, "made": 12, "op.draw.calls": 12}
     before = ledger.read_text()
     assert statuses("--adapt-goldens=new") == {"pass"} and ledger.read_text() == before
     monkeypatch.setenv("EACH", "2")
@@ -356,6 +358,15 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert statuses(*update) == {"mismatch"} and ledger.read_text() == before
     assert main([*store, "accept", "*decode", "--reason", "meant", "--allow-dirty"]) == 0
     assert statuses("-k", "decode") == {"pass"}
+    # What another build leaves out passes; an update brings the record to the build at hand.
+    raw = json.loads(ledger.read_text())
+    for row in raw["cases"]:
+        row["build"], row["counters"]["op.draw.calls"] = {"torch": "0.4"}, 7
+    ledger.write_text(json.dumps(raw))
+    assert statuses(*update) == {"pass"}
+    assert main([*store, "accept", "*decode", "--reason", "rebuilt", "--allow-dirty"]) == 0
+    rows = {row["key"]: (row["build"], row["counters"]) for row in json.loads(ledger.read_text())["cases"]}
+    assert rows["llama-odd single fp32 decode"] == ({}, {"held_bytes": 64, "made": 24, "op.draw.calls": 24})
     # A load that nobody runs any more is gone.
     raw = json.loads(ledger.read_text())
     raw["cases"].append({**raw["cases"][0], "key": "llama-odd single fp32 sprint"})
