@@ -111,11 +111,12 @@ class BuiltinTarget:
         except EngineError as error:
             self.seams.detach()
             raise TargetError(f"builtin: {error}") from error
+        kernels = self.engine.kernels()  # those of the build: what is put into the engine below may make others step in
         self.seams.attach(self.engine)
         self._ops = BuiltinOps(self.engine.kernels_registry)
         self._profile = OpProfile(self.engine.executor.registries)
         self._deployment, self._eos = deployment, _end_tokens(Path(deployment.model))
-        report, kernels = self.engine.load_report, self.engine.kernels()
+        report = self.engine.load_report
         counts = Counter(kernels.values())
         return Info(
             name="adapt-engine",
