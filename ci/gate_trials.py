@@ -4,7 +4,8 @@
 
 Beside a busy neighbour process (--alone leaves it out) it measures the built-in engine against itself so often, eight
 benchmarks each; then plants a slowdown into one operation of the engine on the target's side, through the seams that
-faults use, large enough to cost a benchmark that many percent, so many times for each size. Every measurement is a line
+faults use, large enough to cost a benchmark that many percent, so many times for each size (there both sides run their
+operations one by one: a fused pass has no room for it). Every measurement is a line
 of FOLDER/trials.jsonl as soon as it is done: the same command goes on where it was stopped. --twenty also runs twenty
 benchmarks through pytest and takes the time. The tables are printed at the end; --report prints them alone.
 """
@@ -94,6 +95,7 @@ class Trials:
                 except ValueError:  # it was stopped while it wrote
                     continue
         self.side = Side("the engine", resolve("builtin", rootdir=folder), search_path())
+        self.single = replace(self.side, plant=(("pytest_adapt.faults.slowness:single_ops", {}),))
 
     def done(self, **key: Any) -> list[dict[str, Any]]:
         return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
@@ -119,7 +121,7 @@ class Trials:
         return found
 
     def calibrate(self) -> None:
-        """Seconds and calls of every operation in every benchmark, without a slowdown."""
+        """Seconds of every benchmark and calls of its operations, run one by one, without a slowdown."""
         if self.done(kind="calibration"):
             return
         found = self._round(1)
@@ -134,8 +136,8 @@ class Trials:
 
     def _round(self, pairs: int) -> dict[str, Any]:
         return measure_round(
-            self.side,
-            self.side,
+            self.single,
+            self.single,
             self.benchmarks(),
             pairs,
             dice=random.Random(0),
@@ -149,7 +151,7 @@ class Trials:
             return
         started = time.monotonic()
         benchmarks = self.benchmarks()
-        gate = self.gate(self.side, benchmarks, 1000 + number)
+        gate = self.gate(self.side, self.side, benchmarks, 1000 + number)
         found = {one.case: gate.times(one) for one in benchmarks}
         self.keep(
             kind="equal",
@@ -177,7 +179,8 @@ class Trials:
         op = dice.choice(fit)
         plant = ("pytest_adapt.faults.slowness:slow_op", {"op": op, "seconds": extra / cost["calls"][op]})
         started = time.monotonic()
-        gate = self.gate(replace(self.side, label="the engine, slowed", plant=(plant,)), [one], 5000 + number)
+        slowed = replace(self.single, label="the engine, slowed", plant=(*self.single.plant, plant))
+        gate = self.gate(self.single, slowed, [one], 5000 + number)
         found = gate.times(one)
         self.keep(
             kind="planted",
@@ -195,8 +198,8 @@ class Trials:
             load=os.getloadavg()[0],
         )
 
-    def gate(self, target: Side, benchmarks: Sequence[Benchmark], seed: int) -> Gate:
-        return Gate(self.side, target, self.folder / "logs", lambda: list(benchmarks), seed=seed)
+    def gate(self, baseline: Side, target: Side, benchmarks: Sequence[Benchmark], seed: int) -> Gate:
+        return Gate(baseline, target, self.folder / "logs", lambda: list(benchmarks), seed=seed)
 
     def twenty(self) -> None:
         """Wall seconds of the gate over the twenty benchmarks of the profile day0, through pytest."""

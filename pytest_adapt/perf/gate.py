@@ -21,6 +21,10 @@ from pytest_adapt.perf.sides import Side
 __all__ = ["Comparison", "Gate"]
 
 _SHOWN = 3
+_TOLD = 0.1
+"""Share of a change that the profiles must show: what they name below that is their noise."""
+_MOST = 0.5
+"""Below this share of it they are said not to show most."""
 _POWER = 1.645
 """Standard errors below which 19 of 20 estimates of a change stay above what is suspected."""
 
@@ -148,12 +152,20 @@ class Gate:
         last = confirming or first
         sign = _CHANGED.get(found.verdict, 0)
         shares = tuple(attribute(confirming.profiles, sign)) if confirming and sign else ()
+        seconds = (_mean(last.seconds["A"]), _mean(last.seconds["B"]))
+        part = _accounted(shares, seconds)
         notes = [f"the machine: {self.machine}"] if found.verdict not in ("same", "improvement") else []
         if first.tokens.get("A") != first.tokens.get("B"):
             notes.append("the sides do not write the same tokens: the times are of different answers")
-        if found.verdict in _CHANGED and not shares:
-            reason = last.no_profile or "no profile was taken"
+        if shares and part < _MOST:
+            notes.append(
+                f"of the {1e3 * (seconds[1] - seconds[0]):+.3g} ms a run the profiles show {max(0.0, part):.0%}: under "
+                "one, operations run one by one, also those that a target otherwise computes in one call"
+            )
+        if found.verdict in _CHANGED and (not shares or part < _TOLD):
+            reason = "the profiles do not show it" if shares else last.no_profile or "no profile was taken"
             notes.append(f"where the time went is not told: {reason}")
+            shares = ()
         return Comparison(
             case=one.case,
             status=found.verdict,
@@ -163,7 +175,7 @@ class Gate:
             first=first.estimates.get(found.clock),
             confirming=confirming.estimates.get(found.clock) if confirming else None,
             wall=last.estimates.get("wall"),
-            seconds=(_mean(last.seconds["A"]), _mean(last.seconds["B"])),
+            seconds=seconds,
             shares=shares,
             notes=tuple(notes),
         )
@@ -218,6 +230,12 @@ def _by_deployment(benchmarks: Iterable[Benchmark]) -> list[Benchmark]:
 def _gating(seen: Seen) -> Estimate | None:
     """The estimate by the clock that gates."""
     return None if seen.clock is None or seen.problem is not None else seen.estimates.get(seen.clock.name)
+
+
+def _accounted(shares: Sequence[Share], seconds: tuple[float, float]) -> float:
+    """Share of the change of a run's seconds that the profiles show."""
+    change = seconds[1] - seconds[0]
+    return sum(share.change for share in shares) / change if change else 1.0
 
 
 def _mean(values: Sequence[float]) -> float:

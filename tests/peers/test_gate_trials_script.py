@@ -58,10 +58,10 @@ def test_tables_count_what_was_kept(script: Any, tmp_path: Path) -> None:
 
 def test_what_is_done_is_not_done_again(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"linear": 100, "route": 4, "add": 100_000}
-    asked: list[tuple[str, tuple[Any, ...]]] = []
+    asked: list[tuple[tuple[Any, ...], str, tuple[Any, ...]]] = []
 
-    def gate(self: Any, target: Any, benchmarks: Any, seed: int) -> Any:
-        asked.append((target.label, target.plant))
+    def gate(self: Any, baseline: Any, target: Any, benchmarks: Any, seed: int) -> Any:
+        asked.append((baseline.plant, target.label, target.plant))
         found = SimpleNamespace(status="same", first=None, confirming=None, op="", why="")
         return SimpleNamespace(times=lambda one: found, suspected=[], control=None)
 
@@ -76,8 +76,10 @@ def test_what_is_done_is_not_done_again(script: Any, tmp_path: Path, monkeypatch
         again.equal(0)
         again.planted(10, 0)
         again.planted(10, 1)
-    assert len(asked) == 3 and asked[0] == ("the engine", ())
-    for label, ((place, given),) in asked[1:]:
+    assert len(asked) == 3 and asked[0] == ((), "the engine", ())
+    for before, label, (*alike, (place, given)) in asked[1:]:
+        # Both run their operations one by one: else a plant would cost what fused kernels win, too.
+        assert [one for one, _ in before] == ["pytest_adapt.faults.slowness:single_ops"] and list(before) == alike
         assert label == "the engine, slowed" and place.endswith(":slow_op")
         # A tenth of 20 ms over all calls of that operation; not where a call would cost next to nothing.
         assert given["op"] in ("linear", "route")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.faults.slowness import SLOWDOWNS, slow_op
+from pytest_adapt.faults.slowness import SLOWDOWNS, single_ops, slow_op
 from pytest_adapt.models import materialise
 from pytest_adapt.target.protocol import Deployment, Request, TargetError
 from pytest_adapt.target.registry import resolve
@@ -134,6 +134,20 @@ def test_a_slow_operation_shows_in_its_own_seconds(directory: Path) -> None:
     found = run(target)
     assert found["op.attention.seconds"] >= 2e-3 * found["op.attention.calls"]
     assert found["op.attention.seconds"] > 5 * found["op.linear.seconds"] / 2
+    target.close()
+    target.seams.restore()
+
+
+@pytest.mark.requirement(105)
+def test_single_operations_are_called_where_kernels_would_fuse_them(directory: Path) -> None:
+    target: Any = resolve("builtin").create()
+    single_ops(target.seams)
+    target.open(Deployment(str(directory)))
+    registry = target.engine.kernels_registry
+    assert registry.wrapped and registry.names()["experts"] == "reference"
+    assert target.engine.executor.workers[0].transformer.whole(target.engine.executor.workers[0].parallel, None) is None
+    (answer,) = target.run([Request("0", PROMPT, 4)])
+    assert len(answer.tokens) == 4
     target.close()
     target.seams.restore()
 
