@@ -158,6 +158,8 @@ VARIABLES: tuple[str, ...] = (
 )
 # An empty key is no key.
 _NUMBERS = VARIABLES[1:]
+# The built-in engine's own, and its build's.
+_ENGINE = ("ADAPT_ENGINE_ISA", "ADAPT_ENGINE_REQUIRE_NATIVE")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -329,7 +331,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """ADAPT_* variables that nothing reads, each with the name that was probably meant ("" if none is near)."""
-    known = {option.variable for option in OPTIONS if option.command_line} | set(VARIABLES)
+    known = {option.variable for option in OPTIONS if option.command_line} | {*VARIABLES, *_ENGINE}
     found = {}
     for name in sorted(environment):
         if name.startswith("ADAPT_") and name not in known:

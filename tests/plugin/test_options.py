@@ -188,6 +188,8 @@ def _version() -> str:
 def test_unknown_variables() -> None:
     known = {option.variable for option in OPTIONS if option.command_line}
     assert unknown_variables(dict.fromkeys(known, "1")) == {}
+    engine = {"ADAPT_ENGINE_ISA": "avx2", "ADAPT_ENGINE_REQUIRE_NATIVE": "1"}
+    assert unknown_variables(engine) == {} and "ADAPT_ENGINE_NATIVE" in unknown_variables({"ADAPT_ENGINE_NATIVE": "1"})
     assert unknown_variables({"ADAPT_TARGE": "x", "PATH": "y"}) == {"ADAPT_TARGE": "ADAPT_TARGET"}
 
 
