@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -144,3 +145,20 @@ def test_another_target_is_a_baseline_too(tmp_path: Path, spec: TargetSpec) -> N
     ):
         with pytest.raises(BaselineError, match=said):
             resolve_baseline(words, spec, REGISTRY, tmp_path)
+
+
+@pytest.mark.requirement(105)
+def test_the_pinned_commit_is_of_this_history_and_has_a_profile() -> None:
+    """Without a profile on both sides nothing tells where the time went."""
+    root = Path(__file__).parents[2]
+    pin = (root / "ci" / "baseline").read_text(encoding="utf-8").strip()
+    assert re.fullmatch(r"[0-9a-f]{40}", pin)
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no repository with its history")
+    assert git("merge-base", "--is-ancestor", pin, "HEAD").returncode == 0
+    for place in ("builtin", "hf"):
+        assert "    def profile(self, " in git("show", f"{pin}:pytest_adapt/target/{place}.py").stdout
