@@ -2,12 +2,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
+
+#include "types.h"
 
 namespace adapt {
-
-enum class Type { f32, bf16, f16 };
 
 // out = (x / sqrt(mean(x^2) + eps), rounded to the row's type) * weight, rounded again; sums in float32.
 // silu(gate) * up in float32, rounded once.
@@ -16,22 +14,25 @@ struct RowKernels {
     void (*rms_norm)(Type type, const void *x, const void *weight, void *out, std::size_t width, float eps);
     void (*swiglu)(Type type, const void *gate, const void *up, void *out, std::size_t width);
     void (*rotate)(Type type, const void *x, const float *cosines, const float *sines, void *out, std::size_t half);
+    // Sums of a product to elements of ``type``: times scale and scales (of int8; null otherwise), plus bias (or null).
+    void (*finish)(Type type, const float *sums, const float *scales, float scale, const float *bias, void *out,
+                   std::size_t width);
+    void (*widen)(Type type, const void *x, float *out, std::size_t width);
+    // To int8, symmetric, by the largest magnitude of the row; returns the scale (NaN where a value is not finite).
+    // sums: of each segment.
+    float (*quantise)(Type type, const void *x, std::int8_t *out, std::int32_t *sums, std::size_t width,
+                      std::size_t segment);
+    // Sum of rows times weights in float32, in their order, rounded once.
+    void (*combine)(Type type, const void *const *rows, const float *weights, std::size_t count, void *out,
+                    std::size_t width);
+    void (*add)(Type type, const void *a, const void *b, void *out, std::size_t width);
+    // Of float32 logits; NaN or infinity anywhere makes a softmax row NaN.
+    void (*softmax)(const float *logits, float *out, std::size_t width);
+    void (*sigmoid)(const float *logits, float *out, std::size_t width);
 };
 
 RowKernels scalar_kernels();
 RowKernels avx2_kernels();
 RowKernels avx512_kernels();
-
-inline float bits_to_float(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline std::uint32_t float_to_bits(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 }  // namespace adapt

@@ -95,67 +95,164 @@ void rotate_row(const T *x, const float *cosines, const float *sines, T *out, st
     }
 }
 
-struct BF16 {
-    std::uint16_t bits;
-};
-struct F16 {
-    std::uint16_t bits;
-};
+// f(offset, n) for vectors of a row, the last one with n < V::width elements where the width is no multiple.
+template <class V, class F>
+void each_vector(std::size_t width, F &&f) {
+    std::size_t i = 0;
+    for (; i + V::width <= width; i += V::width) f(i, V::width);
+    if (i < width) f(i, width - i);
+}
 
-template <class V>
-void rms_norm_any(Type type, const void *x, const void *weight, void *out, std::size_t width, float eps) {
-    switch (type) {
-        case Type::f32:
-            return rms_norm_row<V, float>(static_cast<const float *>(x), static_cast<const float *>(weight),
-                                          static_cast<float *>(out), width, eps);
-        case Type::bf16:
-            return rms_norm_row<V, BF16>(static_cast<const BF16 *>(x), static_cast<const BF16 *>(weight),
-                                         static_cast<BF16 *>(out), width, eps);
-        case Type::f16:
-            return rms_norm_row<V, F16>(static_cast<const F16 *>(x), static_cast<const F16 *>(weight),
-                                        static_cast<F16 *>(out), width, eps);
+template <class V, class T>
+V take(const T *p, std::size_t n) {
+    return n == V::width ? V::template load<T>(p) : V::template load_tail<T>(p, n);
+}
+
+template <class V, class T>
+void put(V v, T *p, std::size_t n) {
+    if (n == V::width)
+        v.template store<T>(p);
+    else
+        v.template store_tail<T>(p, n);
+}
+
+template <class V, class T>
+void finish_row(const float *sums, const float *scales, float scale, const float *bias, T *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+        V v = take<V>(sums + i, n);
+        if (scales) v = v * V::set(scale) * take<V>(scales + i, n);
+        if (bias) v = v + take<V>(bias + i, n);
+        put(v, out + i, n);
+    });
+}
+
+template <class V, class T>
+void widen_row(const T *x, float *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) { put(take<V>(x + i, n), out + i, n); });
+}
+
+template <class V, class T>
+void combine_row(const T *const *rows, const float *weights, std::size_t count, T *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+        V total = take<V>(rows[0] + i, n) * V::set(weights[0]);
+        for (std::size_t r = 1; r < count; ++r) total = total + take<V>(rows[r] + i, n) * V::set(weights[r]);
+        put(total, out + i, n);
+    });
+}
+
+template <class V, class T>
+void add_row(const T *a, const T *b, T *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) { put(take<V>(a + i, n) + take<V>(b + i, n), out + i, n); });
+}
+
+// Plain loops that every compiler turns into vectors: magnitudes are compared as integers, rounding is an addition.
+template <class T>
+float quantise_row(const T *x, std::int8_t *out, std::int32_t *sums, std::size_t width, std::size_t segment) {
+    std::uint32_t largest = 0;
+    for (std::size_t i = 0; i < width; ++i) {
+        const std::uint32_t magnitude = float_to_bits(to_float(x[i])) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
     }
+    const bool finite = largest < 0x7f800000u;
+    const float top = bits_to_float(largest);
+    // The reciprocal of a subnormal number could be infinite: such a row is zero.
+    const float inverse = finite && top >= 1.17549435e-38f ? 127.0f / top : 0.0f;
+    constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    for (std::size_t begin = 0, s = 0; begin < width || s == 0; begin += segment, ++s) {
+        const std::size_t end = begin + segment < width ? begin + segment : width;
+        std::int32_t sum = 0;
+        for (std::size_t i = begin; i < end; ++i) {
+            const float scaled = finite ? to_float(x[i]) * inverse + magic : magic;
+            const std::int32_t q = static_cast<std::int32_t>(float_to_bits(scaled) - 0x4b400000u);
+            out[i] = static_cast<std::int8_t>(q);
+            sum += q;
+        }
+        sums[s] = sum;
+    }
+    return finite ? top / 127.0f : bits_to_float(0x7fc00000u);
 }
 
 template <class V>
-void swiglu_any(Type type, const void *gate, const void *up, void *out, std::size_t width) {
-    switch (type) {
-        case Type::f32:
-            return swiglu_row<V, float>(static_cast<const float *>(gate), static_cast<const float *>(up),
-                                        static_cast<float *>(out), width);
-        case Type::bf16:
-            return swiglu_row<V, BF16>(static_cast<const BF16 *>(gate), static_cast<const BF16 *>(up),
-                                       static_cast<BF16 *>(out), width);
-        case Type::f16:
-            return swiglu_row<V, F16>(static_cast<const F16 *>(gate), static_cast<const F16 *>(up),
-                                      static_cast<F16 *>(out), width);
-    }
+void softmax_row(const float *logits, float *out, std::size_t width) {
+    float largest = logits[0];
+    for (std::size_t i = 1; i < width; ++i) largest = logits[i] > largest ? logits[i] : largest;
+    const V shift = V::set(-largest);
+    float total = 0.0f;
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+        const V e = (take<V>(logits + i, n) + shift).exp();
+        put(e, out + i, n);
+        // What lies beyond the row counts nothing: sum what was stored.
+        total += n == V::width ? e.sum() : 0.0f;
+        if (n < V::width)
+            for (std::size_t j = i; j < i + n; ++j) total += out[j];
+    });
+    for (std::size_t i = 0; i < width; ++i) out[i] /= total;
 }
 
 template <class V>
-void rotate_any(Type type, const void *x, const float *cosines, const float *sines, void *out, std::size_t half) {
-    switch (type) {
-        case Type::f32:
-            return rotate_row<V, float>(static_cast<const float *>(x), cosines, sines, static_cast<float *>(out), half);
-        case Type::bf16:
-            return rotate_row<V, BF16>(static_cast<const BF16 *>(x), cosines, sines, static_cast<BF16 *>(out), half);
-        case Type::f16:
-            return rotate_row<V, F16>(static_cast<const F16 *>(x), cosines, sines, static_cast<F16 *>(out), half);
-    }
+void sigmoid_row(const float *logits, float *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+        put(V::set(1.0f) / (V::set(1.0f) + take<V>(logits + i, n).negated().exp()), out + i, n);
+    });
+}
+
+template <class T>
+const T *as(const void *p) {
+    return static_cast<const T *>(p);
+}
+template <class T>
+T *as(void *p) {
+    return static_cast<T *>(p);
 }
 
 template <class V>
 RowKernels kernels_over() {
-    return RowKernels{&rms_norm_any<V>, &swiglu_any<V>, &rotate_any<V>};
-}
-
-// bfloat16: the upper half of a float32; round to nearest even, NaN stays NaN.
-inline float from_bf16(BF16 value) { return bits_to_float(static_cast<std::uint32_t>(value.bits) << 16); }
-
-inline BF16 to_bf16(float value) {
-    const std::uint32_t bits = float_to_bits(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return BF16{static_cast<std::uint16_t>((bits >> 16) | 0x40u)};
-    return BF16{static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    RowKernels k;
+    k.rms_norm = [](Type type, const void *x, const void *weight, void *out, std::size_t width, float eps) {
+        visit(type, [=](auto t) {
+            using T = decltype(t);
+            rms_norm_row<V, T>(as<T>(x), as<T>(weight), as<T>(out), width, eps);
+        });
+    };
+    k.swiglu = [](Type type, const void *gate, const void *up, void *out, std::size_t width) {
+        visit(type, [=](auto t) {
+            using T = decltype(t);
+            swiglu_row<V, T>(as<T>(gate), as<T>(up), as<T>(out), width);
+        });
+    };
+    k.rotate = [](Type type, const void *x, const float *cosines, const float *sines, void *out, std::size_t half) {
+        visit(type, [=](auto t) {
+            using T = decltype(t);
+            rotate_row<V, T>(as<T>(x), cosines, sines, as<T>(out), half);
+        });
+    };
+    k.finish = [](Type type, const float *sums, const float *scales, float scale, const float *bias, void *out,
+                  std::size_t width) {
+        visit(type, [=](auto t) { finish_row<V>(sums, scales, scale, bias, as<decltype(t)>(out), width); });
+    };
+    k.widen = [](Type type, const void *x, float *out, std::size_t width) {
+        visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), out, width); });
+    };
+    k.quantise = [](Type type, const void *x, std::int8_t *out, std::int32_t *sums, std::size_t width,
+                    std::size_t segment) {
+        return visit(type, [=](auto t) { return quantise_row(as<decltype(t)>(x), out, sums, width, segment); });
+    };
+    k.combine = [](Type type, const void *const *rows, const float *weights, std::size_t count, void *out,
+                   std::size_t width) {
+        visit(type, [=](auto t) {
+            using T = decltype(t);
+            combine_row<V, T>(reinterpret_cast<const T *const *>(rows), weights, count, as<T>(out), width);
+        });
+    };
+    k.add = [](Type type, const void *a, const void *b, void *out, std::size_t width) {
+        visit(type, [=](auto t) {
+            using T = decltype(t);
+            add_row<V, T>(as<T>(a), as<T>(b), as<T>(out), width);
+        });
+    };
+    k.softmax = &softmax_row<V>;
+    k.sigmoid = &sigmoid_row<V>;
+    return k;
 }
 
 }  // namespace

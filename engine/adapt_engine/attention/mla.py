@@ -94,7 +94,9 @@ def absorbed(
     Stays in float32 until the context, which is what the expanded form rounds; W commutes with merging partial
     contexts, whose weights sum to one.
     """
-    per_head = weights["attn.kv_b.weight"].view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
+    matrix = weights["attn.kv_b.weight"]
+    assert isinstance(matrix, torch.Tensor), "latent attention takes this matrix apart: it is not packed"
+    per_head = matrix.view(spec.heads, spec.nope_dim + spec.value_dim, spec.kv_lora)
     moved = ops.head_linear(queries[..., : spec.nope_dim], per_head[:, : spec.nope_dim].transpose(1, 2))
     shared = torch.cat((moved, queries[..., spec.nope_dim :].float()), dim=-1)
     keys = torch.cat((latents[:, None], turned), dim=-1)

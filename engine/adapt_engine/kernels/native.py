@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
+from ..config import MoESpec
 from ..errors import EngineError
 from . import reference
-from .registry import Implementation
+from .packed import PackedMatrix, Parameter
+from .registry import Implementation, Ops, Routing
 
 __all__ = ["ISA_VARIABLE", "isa", "load", "offers"]
 
 ISA_VARIABLE = "ADAPT_ENGINE_ISA"
 _LEVELS = ("avx512", "avx2", "scalar")
+_MOST_SLOTS = 64
 
 
 def load() -> ModuleType | None:
@@ -51,37 +55,177 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows.contiguous() if rows.numel() else rows.new_empty(rows.shape)
 
 
+def _packed(module: ModuleType, weight: Parameter) -> PackedMatrix:
+    """A plain tensor, which no checkpoint was loaded into, is packed for the call."""
+    return weight if isinstance(weight, PackedMatrix) else PackedMatrix(module, weight)
+
+
+class _Kernels:
+    """The native ops of one instruction set. Each is a method with the signature of the op."""
+
+    def __init__(self, module: ModuleType, level: int) -> None:
+        self._module = module
+        self._level = level
+
+    def embedding(self, table: Parameter, ids: torch.Tensor) -> torch.Tensor:
+        return table.rows(ids) if isinstance(table, PackedMatrix) else reference.embedding(table, ids)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._module.rms_norm(_rows(x), weight, _rows(out), eps, self._level)
+        return out
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        self._module.swiglu(_rows(gate), _rows(up), _rows(out), self._level)
+        return out
+
+    def rope_apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        if interleaved:
+            return reference.rope_apply(x, cos, sin, interleaved)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._module.rotate(_rows(x), _rows(cos), _rows(sin), _rows(out), self._level)
+        return out
+
+    def _product(
+        self, x: torch.Tensor, weight: Parameter, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype)
+        if not out.numel():
+            return out
+        if not x.shape[1]:
+            return out.zero_() if bias is None else out.copy_(bias)
+        matrix = _packed(self._module, weight)
+        self._module.linear(_rows(x), matrix.handle, matrix.index, bias, out, self._level)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._product(x, weight, bias, x.dtype)
+
+    def linear_partial(self, x: torch.Tensor, weight: Parameter, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._product(x, weight, bias, torch.float32)
+
+    def router_logits(self, x: torch.Tensor, weight: Parameter) -> torch.Tensor:
+        return self._product(x, weight, None, torch.float32)
+
+    def lm_head(self, x: torch.Tensor, weight: Parameter) -> torch.Tensor:
+        return self._product(x, weight, None, x.dtype).float()
+
+    def route(self, logits: torch.Tensor, selection_bias: torch.Tensor | None, spec: MoESpec) -> Routing:
+        rows = logits.shape[0]
+        scores, selection = torch.empty(logits.shape), torch.empty(logits.shape)
+        ids, weights = torch.empty((rows, spec.top_k), dtype=torch.int64), torch.empty((rows, spec.top_k))
+        self._module.route(
+            _rows(logits),
+            selection_bias,
+            spec.groups,
+            spec.top_groups,
+            spec.score == "softmax",
+            spec.renormalise,
+            spec.routed_scale,
+            scores,
+            selection,
+            ids,
+            weights,
+            self._level,
+        )
+        return Routing(scores, selection, ids, weights)
+
+    def combine(self, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, slots, width = down.shape
+        if slots > _MOST_SLOTS:
+            return reference.combine(down, weights)
+        out = torch.empty((rows, width), dtype=down.dtype)
+        if out.numel():
+            self._module.combine(_rows(down), weights.contiguous(), out, self._level)
+        return out
+
+    def make_experts(self, ops: Ops) -> Callable[..., torch.Tensor]:
+        """Fused where nobody looks at what lies between; op by op, with the same bits, where somebody does."""
+        apart = reference.make_experts(ops)
+
+        def experts(
+            x: torch.Tensor,
+            ids: torch.Tensor,
+            weights: torch.Tensor,
+            gate_w: Parameter,
+            up_w: Parameter,
+            down_w: Parameter,
+            tap: reference.Tap | None,
+        ) -> torch.Tensor:
+            if tap is not None or ids.shape[1] > _MOST_SLOTS or not gate_w.shape[1]:
+                return apart(x, ids, weights, gate_w, up_w, down_w, tap)
+            gate, up, down = (_packed(self._module, one) for one in (gate_w, up_w, down_w))
+            out = torch.empty(x.shape, dtype=x.dtype)
+            self._module.experts(
+                _rows(x),
+                ids.contiguous(),
+                weights.contiguous(),
+                gate.handle,
+                up.handle,
+                down.handle,
+                out,
+                self._level,
+            )
+            return out
+
+        return experts
+
+    def make_expert_rows(self, ops: Ops) -> Callable[..., torch.Tensor]:
+        """As `make_experts`, without weights."""
+        apart = reference.make_expert_rows(ops)
+
+        def expert_rows(
+            x: torch.Tensor,
+            ids: torch.Tensor,
+            gate_w: Parameter,
+            up_w: Parameter,
+            down_w: Parameter,
+            partial: bool,
+            tap: reference.Tap | None,
+        ) -> torch.Tensor:
+            if tap is not None or not gate_w.shape[1] or not gate_w.shape[0]:
+                return apart(x, ids, gate_w, up_w, down_w, partial, tap)
+            gate, up, down = (_packed(self._module, one) for one in (gate_w, up_w, down_w))
+            out = torch.empty(x.shape, dtype=torch.float32 if partial else x.dtype)
+            slots = ids.contiguous()[:, None]
+            self._module.expert_rows(_rows(x), slots, gate.handle, up.handle, down.handle, out, self._level)
+            return out
+
+        return expert_rows
+
+
 def offers() -> list[Implementation]:
     """Native implementations, empty where the extension is not built."""
     module = load()
     if module is None:
         return []
     level = isa(module)
-    code = _LEVELS.index(level)
-
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype)
-        module.rms_norm(_rows(x), weight, _rows(out), eps, code)
-        return out
-
-    def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(gate.shape, dtype=gate.dtype)
-        module.swiglu(_rows(gate), _rows(up), _rows(out), code)
-        return out
-
-    def rope_apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        if interleaved:
-            return reference.rope_apply(x, cos, sin, interleaved)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        module.rotate(_rows(x), _rows(cos), _rows(sin), _rows(out), code)
-        return out
-
+    kernels = _Kernels(module, _LEVELS.index(level))
     every = frozenset({torch.float32, torch.bfloat16, torch.float16})
-    # A row is reduced by one thread in a fixed lane order, whatever its neighbours are.
+    # A row is reduced in one order, whatever its neighbours, the threads and the cuts at segment borders are.
     traits = frozenset({"batch_invariant", "layout_invariant"})
+    plain: dict[str, Callable[..., object]] = {
+        "embedding": kernels.embedding,
+        "rms_norm": kernels.rms_norm,
+        "swiglu": kernels.swiglu,
+        "rope_apply": kernels.rope_apply,
+        "linear": kernels.linear,
+        "linear_partial": kernels.linear_partial,
+        "router_logits": kernels.router_logits,
+        "route": kernels.route,
+        "combine": kernels.combine,
+        "lm_head": kernels.lm_head,
+    }
+    fused = {
+        "experts": (kernels.make_experts, frozenset({"linear", "swiglu", "combine"})),
+        "expert_rows": (kernels.make_expert_rows, frozenset({"linear", "linear_partial", "swiglu"})),
+    }
     name = f"native-{level}"
     return [
-        Implementation("rms_norm", name, rms_norm, every, traits, priority=10),
-        Implementation("swiglu", name, swiglu, every, traits, priority=10),
-        Implementation("rope_apply", name, rope_apply, every, traits, priority=10),
+        *(Implementation(op, name, call, every, traits, priority=10) for op, call in plain.items()),
+        *(
+            Implementation(op, name, make, every, traits, priority=10, composite=True, fuses=parts)
+            for op, (make, parts) in fused.items()
+        ),
     ]

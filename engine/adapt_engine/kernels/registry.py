@@ -71,6 +71,9 @@ class Implementation:
     """The largest one that serves the request wins; reference implementations have 0."""
     composite: bool = False
     """``call(ops)`` makes the op from the other ops of the registry."""
+    fuses: frozenset[str] = frozenset()
+    """Ops that it computes itself instead of calling them. It gives the bits that they would, and gives way to an
+    implementation that calls them as soon as one of them is wrapped."""
 
 
 class Ops:
@@ -133,10 +136,14 @@ class KernelRegistry:
         self.layer: int | None = None
         self.ops = Ops()
         self._chosen: dict[str, Implementation] = {}
+        self._apart: dict[str, Implementation] = {}
         self._wrappers: dict[str, list[Callable[..., Any]]] = {op: [] for op in OPS}
         available = list(offers)
         for op in OPS:
             self._chosen[op] = self._resolve(op, available)
+            if self._chosen[op].fuses:
+                self._apart[op] = self._resolve(op, [offer for offer in available if not offer.fuses])
+        for op in OPS:
             self._bind(op)
 
     def _resolve(self, op: str, offers: list[Implementation]) -> Implementation:
@@ -152,8 +159,12 @@ class KernelRegistry:
             )
         return max(fit, key=lambda offer: offer.priority)
 
-    def _bind(self, op: str) -> None:
+    def _in_use(self, op: str) -> Implementation:
         chosen = self._chosen[op]
+        return self._apart[op] if any(self._wrappers[part] for part in chosen.fuses) else chosen
+
+    def _bind(self, op: str) -> None:
+        chosen = self._in_use(op)
         call = chosen.call(self.ops) if chosen.composite else chosen.call
         for wrapper in self._wrappers[op]:
             call = wrapper(call)
@@ -164,15 +175,21 @@ class KernelRegistry:
         if op not in self._wrappers:
             raise EngineError(f"no op {op!r}; ops are {', '.join(OPS)}")
         self._wrappers[op].append(wrapper)
-        self._bind(op)
+        self._rebind(op)
         return WrapHandle(self, op, wrapper)
 
     def unwrap(self, op: str, wrapper: Callable[..., Any]) -> None:
         """Remove one wrapper of an op; nothing happens where it is not there."""
         if wrapper in self._wrappers[op]:
             self._wrappers[op].remove(wrapper)
-            self._bind(op)
+            self._rebind(op)
+
+    def _rebind(self, op: str) -> None:
+        """``op``, and what computes it without calling it."""
+        for other in OPS:
+            if other == op or op in self._chosen[other].fuses:
+                self._bind(other)
 
     def names(self) -> dict[str, str]:
         """op -> name of the implementation in use (``native-avx512``, ``reference``)."""
-        return {op: chosen.name for op, chosen in self._chosen.items()}
+        return {op: self._in_use(op).name for op in OPS}

@@ -9,6 +9,7 @@ import torch
 
 from ..comm import Communicator
 from ..kernels import Ops
+from ..kernels.packed import Parameter
 from ..layout import span
 from ..weights.shards import ShardPlan
 
@@ -39,7 +40,7 @@ class Parallel:
 
     # Tensor parallel ------------------------------------------------------------------------------------------------
 
-    def linear_rows(self, ops: Ops, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear_rows(self, ops: Ops, x: torch.Tensor, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
         """x [T, in] of which this rank has some columns, times its columns of weight [out, in]: the whole sum [T, out].
 
         The bias, which every rank holds, enters the sum once.
@@ -49,7 +50,7 @@ class Parallel:
         partial = ops.linear_partial(x, weight, bias if self.place.tp == 0 else None)
         return self.comm.all_reduce(partial, self.tp, x.dtype)
 
-    def embedding(self, ops: Ops, table: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    def embedding(self, ops: Ops, table: Parameter, ids: torch.Tensor, vocab: int) -> torch.Tensor:
         """Rows [T, h] for ``ids`` [T], each from the tp rank whose part of the table has it.
 
         Gathered, not summed over zero-filled parts: a sum would turn -0.0 into 0.0.
@@ -65,7 +66,7 @@ class Parallel:
         rows[owner.sort(stable=True).indices] = torch.cat(parts)
         return rows
 
-    def head(self, ops: Ops, x: torch.Tensor, weight: torch.Tensor, vocab: int) -> torch.Tensor:
+    def head(self, ops: Ops, x: torch.Tensor, weight: Parameter, vocab: int) -> torch.Tensor:
         """Logits float32 [T, V], of which each tp rank computes its vocabulary rows."""
         logits = ops.lm_head(x, weight)
         if self.tp.size == 1:

@@ -9,6 +9,7 @@ import torch
 from ..attention import gqa, mla
 from ..config import DenseSpec, LayerSpec, ModelSpec, MoESpec
 from ..kernels import KernelRegistry
+from ..kernels.packed import Parameter
 from ..moe.experts import mix
 from .step import Step
 from .weights import Weights, layer_weights
@@ -26,7 +27,11 @@ class Transformer:
     """
 
     def __init__(
-        self, spec: ModelSpec, parameters: Mapping[str, torch.Tensor], kernels: KernelRegistry, first: int = 0
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, Parameter],
+        kernels: KernelRegistry,
+        first: int = 0,
     ) -> None:
         self.spec = spec
         self.parameters = parameters

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
+from ..kernels.packed import Parameter
 
 __all__ = ["Weights", "layer_weights"]
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Parameter]
 
 
-def layer_weights(parameters: Mapping[str, torch.Tensor], layer: int) -> Weights:
+def layer_weights(parameters: Mapping[str, Parameter], layer: int) -> Weights:
     """The parameters whose name starts with ``layer.<layer>.``, without that prefix."""
     prefix = f"layer.{layer}."
     return {name[len(prefix) :]: tensor for name, tensor in parameters.items() if name.startswith(prefix)}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from .. import threads
 from ..comm import Traffic
 from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
@@ -113,7 +114,7 @@ class Engine:
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
         check_memory(plan, options)
         if options.threads:
-            torch.set_num_threads(options.threads)
+            threads.use(options.threads)
         try:
             executor: Executor = (
                 ProcessExecutor(directory, plan, options, nursery)

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from .. import threads
 from ..comm import SoloCommunicator, Traffic, VirtualWorld
 from ..kernels import KernelRegistry
 from ..weights.loader import LoadReport
@@ -92,12 +91,8 @@ class LocalExecutor(Executor):
         if self.world is None:
             return [self.workers[0].step(plan)]
         # One rank computes at a time; a pool of threads for each rank would only be in each other's way.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with threads.limited(1):
             return self.world.run(lambda rank: self.workers[rank].step(plan))
-        finally:
-            torch.set_num_threads(threads)
 
     def reports(self) -> list[LoadReport]:
         return [worker.report for worker in self.workers]

@@ -6,8 +6,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-import torch
-
+from .. import threads
 from ..comm.board import Board
 from ..comm.distributed import DistributedCommunicator, RankLost, join
 from ..errors import CheckpointError
@@ -63,7 +62,7 @@ class _Rank:
     """The worker of this process."""
 
     def __init__(self, rank: int, order: Open, board: Board) -> None:
-        torch.set_num_threads(order.threads)
+        threads.use(order.threads)
         options = order.options
         spec = spec_from_config(read_config(order.directory))
         plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from .. import threads
 from ..comm import Communicator
 from ..errors import EngineError
 from ..kernels import KernelRegistry, native, reference, sdpa
+from ..kernels.packed import Parameter, pack_parameters, storages_of
 from ..kv.cache import PagedCache
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
@@ -43,6 +46,7 @@ class Worker:
         loader: Loader,
         report: LoadReport,
         kernels: KernelRegistry,
+        parameters: Mapping[str, Parameter],
     ) -> None:
         self.plan = plan
         self.options = options
@@ -56,10 +60,10 @@ class Worker:
         sp = self.parallel.sp.size
         blocks = -(-options.cache_tokens // options.page_size)
         self.cache = PagedCache(spec, kernels.dtype, -(-blocks // sp), options.page_size, layers.start)
-        self.transformer = Transformer(spec, loader.parameters, kernels, layers.start)
+        self.transformer = Transformer(spec, parameters, kernels, layers.start)
         recorder = TapRecorder(plan.spec.sites(), options.taps)
         self._taps = recorder if recorder.wanted else None
-        known = [*loader.parameters.values(), *self.cache.tensors()]
+        known = [*storages_of(parameters.values()), *self.cache.tensors()]
         self._meter = StepMeter(known) if options.measure_memory else None
 
     @classmethod
@@ -68,7 +72,13 @@ class Worker:
         kernels = kernels_of(options)
         loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
         report = loader.load()
-        return cls(plan, options, comm, loader, report, kernels)
+        parameters: Mapping[str, Parameter] = loader.parameters
+        module = native.load() if options.native else None
+        if module is not None:
+            threads.follow()
+            expected = (piece.parameter for piece in plan.pieces(comm.rank))
+            parameters = pack_parameters(module, loader.parameters, expected, plan.spec.tied)
+        return cls(plan, options, comm, loader, report, kernels, parameters)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> RankAnswer:
@@ -128,7 +138,7 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """Bytes of the rank's tensors."""
-        weights = storage_bytes(self.transformer.parameters.values())
+        weights = storage_bytes(storages_of(self.transformer.parameters.values()))
         temporary = None if self._meter is None else self._meter.peak
         return RankMemory(self.comm.rank, self.comm.name, weights, storage_bytes(self.cache.tensors()), temporary)
 

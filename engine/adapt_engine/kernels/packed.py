@@ -1,0 +1,135 @@
+"""Weight matrices in the order in which the native kernels read them, packed once at load.
+
+A packed matrix takes exactly the bytes of the tensor that it replaces (int8: one byte an element and a float32 scale
+for each output). It carries its order of accumulation: depth is cut into canonical segments, and every kernel, number
+of rows, number of threads and rank that holds whole segments adds in that order (`engine/csrc/matrix.h`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..weights.parameters import ParameterSpec
+
+__all__ = ["SEGMENT", "PackedMatrix", "Parameter", "pack_parameters", "segment_of", "storages_of"]
+
+SEGMENT = 512
+"""Depth elements of a segment along an axis that no layout cuts."""
+_PARTS = 8
+_UNIT = 8
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_INT8 = 3
+
+
+def segment_of(parameter: ParameterSpec) -> int:
+    """Elements of a canonical segment of the depth axis, of the unsharded tensor.
+
+    A head is a segment of what an output projection adds up; the axis of a feed-forward layer has about eight.
+    """
+    depth = parameter.shape[-1]
+    if parameter.cut is None or parameter.dimension != len(parameter.shape) - 1:
+        return SEGMENT
+    if parameter.cut.units < depth:
+        return depth // parameter.cut.units
+    return max(_UNIT, -(-depth // (_PARTS * _UNIT)) * _UNIT)
+
+
+class PackedMatrix:
+    """A matrix [out, in] or a stack of them [experts, out, in], in packed order.
+
+    ``dtype`` is that of the rows that it multiplies (float32, bfloat16 or float16); ``quantised`` ones hold int8.
+    Indexing a stack gives one matrix of it, over the same memory.
+    """
+
+    __slots__ = ("dtype", "handle", "index", "module", "quantised", "scales", "segment", "shape", "storage")
+
+    def __init__(
+        self, module: ModuleType, tensor: torch.Tensor, segment: int = SEGMENT, *, quantised: bool = False
+    ) -> None:
+        """Pack ``tensor`` [out, in] or [experts, out, in] of a dtype named above. ``segment``: see `segment_of`."""
+        stack = tensor if tensor.dim() == 3 else tensor[None]
+        count, columns, depth = stack.shape
+        element = 1 if quantised else tensor.element_size()
+        self.module = module
+        self.dtype = tensor.dtype
+        self.quantised = quantised
+        self.segment = segment
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.index = 0
+        self.storage = torch.empty(stack.numel() * element, dtype=torch.uint8)
+        self.scales = torch.empty((count, columns)) if quantised else None
+        kind = _INT8 if quantised else _FORMATS[tensor.dtype]
+        self.handle: Any = module.Weights(self.storage, self.scales, kind, count, columns, depth, segment)
+        for at, one in enumerate(stack):
+            rows = one if one.stride(-1) == 1 else one.contiguous()
+            self.handle.pack(rows.float() if quantised else rows, at)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, index: int) -> PackedMatrix:
+        """One matrix of a stack."""
+        if len(self.shape) != 3 or not 0 <= index < self.shape[0]:
+            raise IndexError(f"no matrix {index} in a stack of shape {list(self.shape)}")
+        one = object.__new__(PackedMatrix)
+        for name in self.__slots__:
+            setattr(one, name, getattr(self, name))
+        one.shape, one.index = self.shape[1:], index
+        return one
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (int64 [n]) of a matrix [out, in], as [n, in] of its dtype."""
+        return self._unpacked(ids, ids.shape[0])
+
+    def dense(self) -> torch.Tensor:
+        """The matrix [out, in] in ordinary order; int8 with its scales applied."""
+        return self._unpacked(None, self.shape[0])
+
+    def _unpacked(self, ids: torch.Tensor | None, count: int) -> torch.Tensor:
+        out = torch.empty((count, self.shape[-1]), dtype=torch.float32 if self.quantised else self.dtype)
+        self.handle.unpack(self.index, ids, out)
+        return out.to(self.dtype)
+
+
+Parameter = torch.Tensor | PackedMatrix
+"""A weight as ops take it."""
+
+
+def storages_of(parameters: Iterable[Parameter]) -> list[torch.Tensor]:
+    """The tensors behind parameters, packed or not."""
+    found: list[torch.Tensor] = []
+    for one in parameters:
+        if isinstance(one, PackedMatrix):
+            found.append(one.storage)
+            if one.scales is not None:
+                found.append(one.scales)
+        else:
+            found.append(one)
+    return found
+
+
+def packable(parameter: ParameterSpec, tied: bool) -> bool:
+    """Whether only products read the parameter: not the embedding table (unless it is the head too), no vector, and
+    not the matrix that latent attention takes apart by head."""
+    if len(parameter.shape) != 2 or parameter.name.endswith(".attn.kv_b.weight"):
+        return False
+    return tied or parameter.name != "embed"
+
+
+def pack_parameters(
+    module: ModuleType,
+    parameters: dict[str, torch.Tensor],
+    expected: Iterable[ParameterSpec],
+    tied: bool,
+) -> dict[str, Parameter]:
+    """``parameters`` (buffer -> tensor) with every matrix packed; empties the given ones, one by one."""
+    segments = {one.buffer: segment_of(one) for one in expected if packable(one, tied)}
+    found: dict[str, Parameter] = {}
+    for name in list(parameters):
+        tensor = parameters.pop(name)
+        found[name] = PackedMatrix(module, tensor, segments[name]) if name in segments and tensor.numel() else tensor
+    return found

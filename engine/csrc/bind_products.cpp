@@ -1,0 +1,250 @@
+// Packed matrices and the ops that multiply with them, for Python.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "arrays.h"
+#include "scratch.h"
+
+namespace adapt_python {
+namespace {
+
+using Optional = std::optional<Constant>;
+
+adapt::Format format_at(int code) {
+    if (code < 0 || code > 3) refuse("format", "must be 0 float32, 1 bfloat16, 2 float16 or 3 int8");
+    return static_cast<adapt::Format>(code);
+}
+
+// Views of memory that Python owns: whoever makes one keeps the arrays.
+class Weights {
+  public:
+    Weights(const Array &storage, const std::optional<Array> &scales, int format, std::size_t count,
+            std::size_t columns, std::size_t depth, std::size_t segment) {
+        const adapt::Format kind = format_at(format);
+        if (!columns || !depth || !segment || !count) refuse("shape", "must have no dimension of 0");
+        const std::size_t bytes = count * columns * depth * adapt::element_bytes(kind);
+        if (storage.ndim() != 1 || storage.itemsize() != 1 || storage.shape(0) != bytes || storage.stride(0) != 1)
+            refuse("storage", "must be one dense row of " + std::to_string(bytes) + " bytes");
+        if ((kind == adapt::Format::i8) != scales.has_value()) refuse("scales", "belong to int8, and to nothing else");
+        if (scales && (scales->ndim() != 2 || scales->dtype() != nb::dtype<float>() || scales->shape(0) != count ||
+                       scales->shape(1) != columns || !scales->is_valid()))
+            refuse("scales", "must be float32, one for each column of each matrix");
+        data_ = static_cast<unsigned char *>(storage.data());
+        scales_ = scales ? static_cast<float *>(scales->data()) : nullptr;
+        stack_ = {adapt::Matrix{kind, columns, depth, segment, data_, scales_}, count};
+    }
+
+    const adapt::Stack &stack() const { return stack_; }
+
+    adapt::Matrix at(std::size_t index) const {
+        if (index >= stack_.count) refuse("index", "there are " + std::to_string(stack_.count) + " matrices");
+        return stack_[index];
+    }
+
+    void pack(const Constant &source, std::size_t index) {
+        const adapt::Matrix one = at(index);
+        check_rows("source", source);
+        if (source.shape(0) != one.columns || source.shape(1) != one.depth)
+            refuse("source", "shape must be [" + std::to_string(one.columns) + ", " + std::to_string(one.depth) + "]");
+        if (type_of("source", source) != source_type()) refuse("source", "dtype must be that of the matrix");
+        const std::size_t offset = static_cast<std::size_t>(one.data - data_);
+        nb::gil_scoped_release released;
+        adapt::pack(one, source.data(), static_cast<std::size_t>(source.stride(0)), data_ + offset,
+                    scales_ ? scales_ + index * one.columns : nullptr);
+    }
+
+    void unpack(std::size_t index, const Optional &ids, const Array &out) const {
+        const adapt::Matrix one = at(index);
+        const adapt::Output to = output_of(out);
+        if (to.type != source_type()) refuse("out", "dtype must be that of the matrix");
+        const std::int64_t *chosen = nullptr;
+        std::size_t count = one.columns;
+        if (ids) {
+            if (ids->ndim() != 1 || ids->dtype() != nb::dtype<std::int64_t>() ||
+                (ids->shape(0) > 1 && ids->stride(0) != 1))
+                refuse("ids", "must be one dense row of int64");
+            chosen = static_cast<const std::int64_t *>(ids->data());
+            count = ids->shape(0);
+            for (std::size_t i = 0; i < count; ++i)
+                if (chosen[i] < 0 || static_cast<std::size_t>(chosen[i]) >= one.columns)
+                    throw nb::index_error("ids: a row that is not there");
+        }
+        if (out.shape(0) != count || out.shape(1) != one.depth) refuse("out", "shape does not fit");
+        nb::gil_scoped_release released;
+        adapt::unpack(one, chosen, count, to.data, to.stride);
+    }
+
+  private:
+    adapt::Type source_type() const {
+        const adapt::Format format = stack_.first.format;
+        return format == adapt::Format::bf16  ? adapt::Type::bf16
+               : format == adapt::Format::f16 ? adapt::Type::f16
+                                              : adapt::Type::f32;
+    }
+
+    unsigned char *data_;
+    float *scales_;
+    adapt::Stack stack_;
+};
+
+adapt::Input rows_for(const char *name, const Constant &x, const adapt::Matrix &matrix) {
+    const adapt::Input found = input_of(name, x);
+    if (x.shape(1) != matrix.depth)
+        refuse(name, "must have " + std::to_string(matrix.depth) + " columns, has " + std::to_string(x.shape(1)));
+    if (!adapt::multiplies(found.type, matrix.format)) refuse(name, "dtype does not go with that of the matrix");
+    return found;
+}
+
+void linear(const Constant &x, const Weights &weights, std::size_t index, const Optional &bias, const Array &out,
+            int level) {
+    const adapt::Matrix matrix = weights.at(index);
+    const adapt::Input in = rows_for("x", x, matrix);
+    const adapt::Output to = output_of(out);
+    if (out.shape(0) != in.rows || out.shape(1) != matrix.columns) refuse("out", "shape does not fit");
+    adapt::Type bias_type = adapt::Type::f32;
+    if (bias) {
+        if (bias->ndim() != 1 || bias->shape(0) != matrix.columns || (bias->shape(0) > 1 && bias->stride(0) != 1))
+            refuse("bias", "must be one dense row of " + std::to_string(matrix.columns) + " elements");
+        bias_type = type_of("bias", *bias);
+    }
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    adapt::Scratch::Scope scratch;
+    float *wide = nullptr;
+    if (bias) {
+        wide = scratch.take<float>(matrix.columns);
+        kernels.rows.widen(bias_type, bias->data(), wide, matrix.columns);
+    }
+    adapt::linear(kernels, in, matrix, wide, to);
+}
+
+struct Experts {
+    const adapt::Stack &gate, &up, &down;
+};
+
+Experts experts_of(const Weights &gate, const Weights &up, const Weights &down) {
+    const adapt::Stack &g = gate.stack(), &u = up.stack(), &d = down.stack();
+    if (g.count != u.count || g.count != d.count) refuse("up", "gate, up and down must have as many experts");
+    if (g.first.columns != u.first.columns || g.first.depth != u.first.depth || d.first.depth != g.first.columns ||
+        d.first.columns != g.first.depth)
+        refuse("down", "gate and up must be [inter, hidden], down [hidden, inter]");
+    if (g.first.format != u.first.format || g.first.segment != u.first.segment)
+        refuse("up", "format and segments must be those of gate");
+    if (g.first.format != d.first.format) refuse("down", "format must be that of gate");
+    return {g, u, d};
+}
+
+void check_ids(const std::int64_t *ids, std::size_t count, std::size_t experts) {
+    for (std::size_t i = 0; i < count; ++i)
+        if (ids[i] < 0 || static_cast<std::size_t>(ids[i]) >= experts)
+            throw nb::index_error("ids: an expert that is not there");
+}
+
+void expert_rows(const Constant &x, const Constant &ids, const Weights &gate, const Weights &up, const Weights &down,
+                 const Array &out, int level) {
+    const Experts held = experts_of(gate, up, down);
+    const adapt::Input in = rows_for("x", x, held.gate.first);
+    const adapt::Output to = output_of(out);
+    if (ids.ndim() != 2 || ids.shape(0) * ids.shape(1) != out.shape(0) || (in.rows && ids.shape(0) != in.rows))
+        refuse("ids", "must have a row for each row of x, and out a row for each of its elements");
+    const std::size_t slots = ids.shape(1), count = out.shape(0);
+    const std::int64_t *chosen = dense_of<std::int64_t>("ids", ids, ids.shape(0), slots);
+    if (out.shape(1) != held.down.first.columns) refuse("out", "shape does not fit");
+    check_ids(chosen, count, held.gate.count);
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    adapt::expert_rows(kernels, in, chosen, count, slots, held.gate, held.up, held.down, to);
+}
+
+constexpr std::size_t most_slots = 64;
+
+void experts(const Constant &x, const Constant &ids, const Constant &weights, const Weights &gate, const Weights &up,
+             const Weights &down, const Array &out, int level) {
+    const Experts held = experts_of(gate, up, down);
+    const adapt::Input in = rows_for("x", x, held.gate.first);
+    const adapt::Output to = output_of(out);
+    if (ids.ndim() != 2 || !ids.shape(1) || ids.shape(1) > most_slots)
+        refuse("ids", "must have 1 to " + std::to_string(most_slots) + " columns");
+    const std::size_t slots = ids.shape(1);
+    const std::int64_t *chosen = dense_of<std::int64_t>("ids", ids, in.rows, slots);
+    const float *factors = dense_of<float>("weights", weights, in.rows, slots);
+    check_same("out", out, "x", x);
+    check_ids(chosen, in.rows * slots, held.gate.count);
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    adapt::experts(kernels, in, chosen, factors, slots, held.gate, held.up, held.down, to);
+}
+
+void combine(const Constant &down, const Constant &weights, const Array &out, int level) {
+    const adapt::Input in = input_of("down", down);
+    const adapt::Output to = output_of(out);
+    if (weights.ndim() != 2 || !weights.shape(1) || weights.shape(1) > most_slots)
+        refuse("weights", "must have 1 to " + std::to_string(most_slots) + " columns");
+    const std::size_t rows = weights.shape(0), slots = weights.shape(1);
+    const float *factors = dense_of<float>("weights", weights, rows, slots);
+    if (in.rows != rows * slots) refuse("down", "must have a row for each weight");
+    if (out.shape(0) != rows || out.shape(1) != down.shape(1) || to.type != in.type)
+        refuse("out", "shape or dtype does not fit");
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    if (rows) adapt::combine(kernels, in, factors, slots, down.shape(1), to);
+}
+
+
+void route(const Constant &logits, const Optional &bias, std::size_t groups, std::size_t kept, bool softmax,
+           bool renormalise, float scale, const Array &scores, const Array &selection, const Array &ids,
+           const Array &weights, int level) {
+    const adapt::Input in = input_of("logits", logits);
+    const std::size_t experts = logits.shape(1), rows = in.rows;
+    if (in.type != adapt::Type::f32 || !experts) refuse("logits", "must be float32 and not empty");
+    if (ids.ndim() != 2 || !ids.shape(1) || ids.shape(1) > experts)
+        refuse("ids", "must have 1 to " + std::to_string(experts) + " columns");
+    const std::size_t chosen = ids.shape(1);
+    if (!groups || experts % groups || !kept || kept > groups || (groups > 1 && experts / groups < 2) ||
+        chosen > kept * (experts / groups))
+        refuse("groups", "must divide the experts, hold two or more each, and as many as are chosen");
+    if (bias && (bias->ndim() != 1 || bias->shape(0) != experts || bias->dtype() != nb::dtype<float>() ||
+                 (experts > 1 && bias->stride(0) != 1)))
+        refuse("bias", "must be one dense row of float32, one for each expert");
+    auto *to_scores = const_cast<float *>(dense_of<float>("scores", scores, rows, experts));
+    auto *to_selection = const_cast<float *>(dense_of<float>("selection", selection, rows, experts));
+    auto *to_ids = const_cast<std::int64_t *>(dense_of<std::int64_t>("ids", ids, rows, chosen));
+    auto *to_weights = const_cast<float *>(dense_of<float>("weights", weights, rows, chosen));
+    const adapt::Kernels kernels = kernels_at(level);
+    const adapt::Choice choice{experts, chosen, groups, kept, softmax, renormalise, scale};
+    nb::gil_scoped_release released;
+    adapt::route(kernels, static_cast<const float *>(in.data), rows, in.stride,
+                 bias ? static_cast<const float *>(bias->data()) : nullptr, choice, to_scores, to_selection, to_ids,
+                 to_weights);
+}
+
+}  // namespace
+
+void bind_products(nb::module_ &m) {
+    nb::class_<Weights>(m, "Weights", "Matrices in the kernels' order, in memory that the caller keeps.")
+        .def(nb::init<const Array &, const std::optional<Array> &, int, std::size_t, std::size_t, std::size_t,
+                      std::size_t>(),
+             nb::arg("storage").noconvert(), nb::arg("scales").noconvert().none(), nb::arg("format"), nb::arg("count"),
+             nb::arg("columns"), nb::arg("depth"), nb::arg("segment"))
+        .def("pack", &Weights::pack, nb::arg("source").noconvert(), nb::arg("index"))
+        .def("unpack", &Weights::unpack, nb::arg("index"), nb::arg("ids").noconvert().none(),
+             nb::arg("out").noconvert());
+    m.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weights"), nb::arg("index"),
+          nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("level"),
+          "out[T, columns] = x[T, depth] times matrix ``index``, plus bias[columns]; rounded once.");
+    m.def("expert_rows", &expert_rows, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("gate"),
+          nb::arg("up"), nb::arg("down"), nb::arg("out").noconvert(), nb::arg("level"),
+          "out[T * k, h]: row t of x through expert ids[t, k].");
+    m.def("experts", &experts, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
+          nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("out").noconvert(), nb::arg("level"),
+          "out[T, h]: the weighted sum of each row's experts.");
+    m.def("combine", &combine, nb::arg("down").noconvert(), nb::arg("weights").noconvert(), nb::arg("out").noconvert(),
+          nb::arg("level"), "out[T, h] = sum over k of down[T * k, h] times weights[T, k], in order of k.");
+    m.def("route", &route, nb::arg("logits").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("groups"),
+          nb::arg("kept"), nb::arg("softmax"), nb::arg("renormalise"), nb::arg("scale"), nb::arg("scores").noconvert(),
+          nb::arg("selection").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
+          nb::arg("level"), "Scores, selection, ids (ascending) and weights of every row of logits[T, E].");
+}
+
+}  // namespace adapt_python

@@ -1,0 +1,83 @@
+#include "linear.h"
+
+#include "pool.h"
+
+namespace adapt {
+
+bool multiplies(Type type, Format format) {
+    switch (format) {
+        case Format::bf16:
+            return type == Type::bf16;
+        case Format::f16:
+            return type == Type::f16;
+        default:
+            return true;
+    }
+}
+
+namespace {
+
+bool direct(Type type, Format format) {
+    return (type == Type::f32 && format == Format::f32) || (type == Type::bf16 && format == Format::bf16);
+}
+
+// Rows below which a change of format is not worth waking anyone for.
+constexpr std::size_t few = 8;
+
+}  // namespace
+
+Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std::size_t count, const Matrix &matrix,
+                 Scratch::Scope &scratch) {
+    if (direct(type, matrix.format)) return {rows, nullptr, nullptr};
+    const std::size_t depth = matrix.depth, segments = matrix.segments();
+    const bool whole = matrix.format == Format::i8;
+    const void **x = scratch.take<const void *>(count);
+    const std::int32_t **sums = whole ? scratch.take<const std::int32_t *>(count) : nullptr;
+    float *scales = whole ? scratch.take<float>(count) : nullptr;
+    // Rows start on cache lines of their own.
+    const std::size_t width = (depth * (whole ? 1 : sizeof(float)) + 63) / 64 * 64;
+    char *values = scratch.take<char>(count * width);
+    std::int32_t *found = whole ? scratch.take<std::int32_t>(count * segments) : nullptr;
+    parallel(count < few ? 1 : threads(), [&](int part, int parts) {
+        const Range range = share(count, part, parts);
+        for (std::size_t i = range.first; i < range.last; ++i) {
+            char *own = values + i * width;
+            x[i] = own;
+            if (whole) {
+                sums[i] = found + i * segments;
+                scales[i] = kernels.rows.quantise(type, rows[i], reinterpret_cast<std::int8_t *>(own),
+                                                  found + i * segments, depth, matrix.segment);
+            } else {
+                kernels.rows.widen(type, rows[i], reinterpret_cast<float *>(own), depth);
+            }
+        }
+    });
+    return {x, sums, scales};
+}
+
+void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const float *bias, const Output &out) {
+    if (!x.rows || !matrix.columns) return;
+    Scratch::Scope scratch;
+    const void **rows = scratch.take<const void *>(x.rows);
+    for (std::size_t i = 0; i < x.rows; ++i) rows[i] = x.row(i);
+    const Prepared ready = prepare(kernels, x.type, rows, x.rows, matrix, scratch);
+    const std::size_t panels = matrix.panels(), most = static_cast<std::size_t>(threads());
+    // Panels are shared out, so that every weight is read by one thread; where they are few, rows are too.
+    const std::size_t pieces = panels >= 4 * most || panels % most == 0 || x.rows < 2 * kernels.products.rows ? 1 : most;
+    const std::size_t units = panels * pieces;
+    parallel(static_cast<int>(units < most ? units : most), [&](int part, int parts) {
+        const Range range = share(units, part, parts);
+        for (std::size_t unit = range.first; unit < range.last; ++unit) {
+            const std::size_t panel = unit / pieces, column = panel * panel_columns;
+            const Range own = share(x.rows, static_cast<int>(unit % pieces), static_cast<int>(pieces));
+            each_tile(kernels, matrix, panel, ready, own, [&](std::size_t row, const float *sums) {
+                kernels.rows.finish(out.type, sums, matrix.scales ? matrix.scales + column : nullptr,
+                                    ready.scales ? ready.scales[row] : 1.0f, bias ? bias + column : nullptr,
+                                    static_cast<char *>(out.row(row)) + column * bytes_of(out.type),
+                                    matrix.width(panel));
+            });
+        }
+    });
+}
+
+}  // namespace adapt
