@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from . import threads
 from .errors import EngineError
 from .families import ARCHITECTURES, read_config, spec_from_config
 from .kernels import KernelRegistry, native, reference
+from .profile import profile_kernels
 from .runtime.engine import Engine
 from .runtime.requests import DTYPES, EngineOptions, SequenceRequest
 from .tokenizer import Tokenizer
@@ -26,6 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="kernels of this build; with DIR also what the checkpoint holds")
     info.add_argument("directory", nargs="?", metavar="DIR")
+    profile = commands.add_parser("profile", help="kernels against the limits of this machine, measured in one run")
+    profile.add_argument("--rounds", type=int, default=7, metavar="N", help="the median over so many; default 7")
+    profile.add_argument("--threads", type=int, default=0, metavar="N", help="default: torch's")
     generate = commands.add_parser("generate", help="continue a prompt")
     generate.add_argument("directory", metavar="DIR")
     generate.add_argument("prompt", metavar="PROMPT")
@@ -67,6 +72,19 @@ def _info(directory: str | None) -> None:
         print(f"  warning: {warning}")
 
 
+def _profile(arguments: argparse.Namespace) -> None:
+    if arguments.threads:
+        threads.use(arguments.threads)
+    else:
+        threads.follow()
+    limits, uses = profile_kernels(max(1, arguments.rounds))
+    print(f"threads {torch.get_num_threads()}, {_native_line()}")
+    for name, limit in limits.items():
+        print(f"limit {name:<28}{limit:>22.1f} {'GB/s' if name == 'read' else 'GFLOP/s'}")
+    for use in uses:
+        print(use)
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer(arguments.directory)
     prompt = tokenizer.encode(arguments.prompt)
@@ -106,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "info":
             _info(arguments.directory)
+        elif arguments.command == "profile":
+            _profile(arguments)
         else:
             _generate(arguments)
     except EngineError as problem:

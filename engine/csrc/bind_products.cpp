@@ -1,9 +1,16 @@
 // Packed matrices and the ops that multiply with them, for Python.
 #include <nanobind/stl/optional.h>
 
+#include <numeric>
 #include <optional>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#endif
 
 #include "arrays.h"
+#include "pool.h"
 #include "scratch.h"
 
 namespace adapt_python {
@@ -16,11 +23,24 @@ adapt::Format format_at(int code) {
     return static_cast<adapt::Format>(code);
 }
 
-// Views of memory that Python owns: whoever makes one keeps the arrays.
+// Streams run faster over large pages; asked for before the memory is touched, and no matter if it is refused.
+void large_pages(void *data, std::size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr std::uintptr_t page = 4096;
+    const std::uintptr_t first = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
+    const std::uintptr_t last = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
+    if (last > first + (std::uintptr_t{4} << 20)) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+// Views of memory that Python owns; the arrays live at least as long.
 class Weights {
   public:
     Weights(const Array &storage, const std::optional<Array> &scales, int format, std::size_t count,
-            std::size_t columns, std::size_t depth, std::size_t segment) {
+            std::size_t columns, std::size_t depth, std::size_t segment)
+        : storage_(storage), kept_scales_(scales) {
         const adapt::Format kind = format_at(format);
         if (!columns || !depth || !segment || !count) refuse("shape", "must have no dimension of 0");
         const std::size_t bytes = count * columns * depth * adapt::element_bytes(kind);
@@ -31,6 +51,7 @@ class Weights {
                        scales->shape(1) != columns || !scales->is_valid()))
             refuse("scales", "must be float32, one for each column of each matrix");
         data_ = static_cast<unsigned char *>(storage.data());
+        large_pages(data_, bytes);
         scales_ = scales ? static_cast<float *>(scales->data()) : nullptr;
         stack_ = {adapt::Matrix{kind, columns, depth, segment, data_, scales_}, count};
     }
@@ -83,6 +104,8 @@ class Weights {
                                               : adapt::Type::f32;
     }
 
+    Array storage_;
+    std::optional<Array> kept_scales_;
     unsigned char *data_;
     float *scales_;
     adapt::Stack stack_;
@@ -219,10 +242,45 @@ void route(const Constant &logits, const Optional &bias, std::size_t groups, std
                  to_weights);
 }
 
+double roof_multiply(int format, std::size_t rounds, int level) {
+    const adapt::Kernels kernels = kernels_at(level);
+    const adapt::Format kind = format_at(format);
+    std::vector<double> done(static_cast<std::size_t>(adapt::threads()));
+    std::vector<float> results(done.size() * 16);
+    nb::gil_scoped_release released;
+    adapt::parallel(adapt::threads(), [&](int part, int) {
+        const auto own = static_cast<std::size_t>(part);
+        done[own] = kernels.products.multiply(kind, rounds, &results[own * 16]);
+    });
+    return std::accumulate(done.begin(), done.end(), 0.0);
+}
+
+void huge(const Array &data) {
+    if (data.ndim() != 1 || data.stride(0) != 1) refuse("data", "must be one dense row");
+    large_pages(data.data(), data.nbytes());
+}
+
+double roof_read(const Constant &data, int level) {
+    if (data.ndim() != 1 || data.itemsize() != 1 || data.stride(0) != 1 ||
+        reinterpret_cast<std::uintptr_t>(data.data()) % 64)
+        refuse("data", "must be one dense row of bytes that starts on a cache line");
+    const adapt::Kernels kernels = kernels_at(level);
+    const auto *bytes = static_cast<const char *>(data.data());
+    const std::size_t lines = data.shape(0) / 64;
+    std::vector<float> results(static_cast<std::size_t>(adapt::threads()) * 16);
+    nb::gil_scoped_release released;
+    adapt::parallel(adapt::threads(), [&](int part, int parts) {
+        const adapt::Range range = adapt::share(lines, part, parts);
+        results[static_cast<std::size_t>(part) * 16] =
+            kernels.products.read(bytes + range.first * 64, (range.last - range.first) * 64);
+    });
+    return static_cast<double>(std::accumulate(results.begin(), results.end(), 0.0f));
+}
+
 }  // namespace
 
 void bind_products(nb::module_ &m) {
-    nb::class_<Weights>(m, "Weights", "Matrices in the kernels' order, in memory that the caller keeps.")
+    nb::class_<Weights>(m, "Weights", "Matrices in the kernels' order, in memory that the caller allocated.")
         .def(nb::init<const Array &, const std::optional<Array> &, int, std::size_t, std::size_t, std::size_t,
                       std::size_t>(),
              nb::arg("storage").noconvert(), nb::arg("scales").noconvert().none(), nb::arg("format"), nb::arg("count"),
@@ -245,6 +303,11 @@ void bind_products(nb::module_ &m) {
           nb::arg("kept"), nb::arg("softmax"), nb::arg("renormalise"), nb::arg("scale"), nb::arg("scores").noconvert(),
           nb::arg("selection").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
           nb::arg("level"), "Scores, selection, ids (ascending) and weights of every row of logits[T, E].");
+    m.def("roof_multiply", &roof_multiply, nb::arg("format"), nb::arg("rounds"), nb::arg("level"),
+          "Multiply-adds of a format without memory, on every thread; the operations done, two for each.");
+    m.def("large_pages", &huge, nb::arg("data").noconvert(), "Ask for large pages behind memory not yet touched.");
+    m.def("roof_read", &roof_read, nb::arg("data").noconvert(), nb::arg("level"),
+          "Reads every byte of data once, each thread its share; returns their sum as float32 numbers.");
 }
 
 }  // namespace adapt_python

@@ -40,12 +40,14 @@ Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std
     std::int32_t *found = whole ? scratch.take<std::int32_t>(count * segments) : nullptr;
     parallel(count < few ? 1 : threads(), [&](int part, int parts) {
         const Range range = share(count, part, parts);
+        Scratch::Scope inner;
+        float *wide = whole ? inner.take<float>(depth) : nullptr;
         for (std::size_t i = range.first; i < range.last; ++i) {
             char *own = values + i * width;
             x[i] = own;
             if (whole) {
                 sums[i] = found + i * segments;
-                scales[i] = kernels.rows.quantise(type, rows[i], reinterpret_cast<std::int8_t *>(own),
+                scales[i] = kernels.rows.quantise(type, rows[i], wide, reinterpret_cast<std::int8_t *>(own),
                                                   found + i * segments, depth, matrix.segment);
             } else {
                 kernels.rows.widen(type, rows[i], reinterpret_cast<float *>(own), depth);
@@ -63,7 +65,7 @@ void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const 
     const Prepared ready = prepare(kernels, x.type, rows, x.rows, matrix, scratch);
     const std::size_t panels = matrix.panels(), most = static_cast<std::size_t>(threads());
     // Panels are shared out, so that every weight is read by one thread; where they are few, rows are too.
-    const std::size_t pieces = panels >= 4 * most || panels % most == 0 || x.rows < 2 * kernels.products.rows ? 1 : most;
+    const std::size_t pieces = panels >= 4 * most || panels % most == 0 || x.rows < 2 * kernels.products.most_rows ? 1 : most;
     const std::size_t units = panels * pieces;
     parallel(static_cast<int>(units < most ? units : most), [&](int part, int parts) {
         const Range range = share(units, part, parts);

@@ -18,17 +18,25 @@ struct Prepared {
 Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std::size_t count, const Matrix &matrix,
                  Scratch::Scope &scratch);
 
+// Tiles that so many rows are cut into.
+inline std::size_t tiles_of(const Kernels &kernels, std::size_t rows) {
+    const std::size_t block = kernels.products.block_rows;
+    return rows <= kernels.products.most_rows ? 1 : (rows + block - 1) / block;
+}
+
 // f(row, sums) for every row of a range: its sums [width of the panel].
 template <class F>
 void each_tile(const Kernels &kernels, const Matrix &matrix, std::size_t panel, const Prepared &ready, Range range,
                F &&f) {
-    alignas(64) float sums[8 * panel_columns];
+    alignas(64) float sums[most_tile_rows * panel_columns];
     const std::size_t count = range.last - range.first;
-    const std::size_t tiles = (count + kernels.products.rows - 1) / kernels.products.rows;
+    if (!count) return;
+    const std::size_t tiles = tiles_of(kernels, count);
     for (std::size_t t = 0; t < tiles; ++t) {
         const Range tile = share(count, static_cast<int>(t), static_cast<int>(tiles));
         const std::size_t first = range.first + tile.first, rows = tile.last - tile.first;
-        kernels.products.tile(matrix, panel, ready.x + first, ready.sums ? ready.sums + first : nullptr, rows, sums);
+        kernels.products.tile(matrix, panel, ready.x + first, ready.sums ? ready.sums + first : nullptr, rows, t, tiles,
+                              sums);
         for (std::size_t r = 0; r < rows; ++r) f(first + r, sums + r * panel_columns);
     }
 }

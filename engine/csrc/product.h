@@ -1,4 +1,4 @@
-// Products of rows with a packed matrix: one tile of at most `rows` rows by one panel.
+// Products of rows with a packed matrix: one tile of some rows by one panel.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,24 @@
 
 namespace adapt {
 
+// Of any instruction set.
+constexpr std::size_t most_tile_rows = 12;
+
 // Sums of a tile, before scales, bias and rounding: float [rows][panel_columns].
 //   x: one pointer a row, to what the matrix's format multiplies with: bfloat16 for bf16, float32 for f32 and f16,
 //      int8 for i8.
+//   turn, turns: this is the turn'th of so many tiles that are computed one after the other with the same panel.
 //   sums: of i8, one pointer a row to the sum of x over each segment; else null.
 struct ProductKernels {
-    std::size_t rows;
+    // Rows of one tile at most; and where there are more rows than that, of each of the tiles.
+    std::size_t most_rows, block_rows;
     void (*tile)(const Matrix &matrix, std::size_t panel, const void *const *x, const std::int32_t *const *sums,
-                 std::size_t rows, float *out);
+                 std::size_t rows, std::size_t turn, std::size_t turns, float *out);
+    // What the machine can do at most: multiply-adds of a format on full registers, ``rounds`` times a whole tile
+    // without memory (returns operations, two for each multiply-add), and reading. Both return a value that depends on
+    // everything, so that nothing can be left out.
+    double (*multiply)(Format format, std::size_t rounds, float *result);
+    float (*read)(const void *data, std::size_t bytes);
 };
 
 ProductKernels scalar_products();

@@ -13,7 +13,7 @@ struct Avx2 {
     struct Whole {
         __m256i low, high;
     };
-    static constexpr int most_rows = 4, most_vectors = 1;
+    static constexpr int most_rows = 4, block_rows = 4, most_sums = 4;
     static Float add(Float a, Float b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
     static Float load(const float *p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
     static void store(float *p, Float v) {

@@ -11,7 +11,7 @@ struct Scalar {
     struct Bytes {
         unsigned char byte[64];
     };
-    static constexpr int most_rows = 4, most_vectors = 1;
+    static constexpr int most_rows = 4, block_rows = 4, most_sums = 4;
     static Float add(Float a, const Float &b) {
         for (std::size_t i = 0; i < lanes; ++i) a.lane[i] += b.lane[i];
         return a;

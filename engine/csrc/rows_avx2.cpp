@@ -62,30 +62,30 @@ struct Avx2 {
 };
 
 template <>
-Avx2 Avx2::load<float>(const float *p) {
+ADAPT_INLINE Avx2 Avx2::load<float>(const float *p) {
     return {_mm256_loadu_ps(p)};
 }
 template <>
-Avx2 Avx2::load<BF16>(const BF16 *p) {
+ADAPT_INLINE Avx2 Avx2::load<BF16>(const BF16 *p) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
 }
 template <>
-Avx2 Avx2::load<F16>(const F16 *p) {
+ADAPT_INLINE Avx2 Avx2::load<F16>(const F16 *p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))};
 }
 template <>
-void Avx2::store<float>(float *p) const {
+ADAPT_INLINE void Avx2::store<float>(float *p) const {
     _mm256_storeu_ps(p, value);
 }
 template <>
-void Avx2::store<BF16>(BF16 *p) const {
+ADAPT_INLINE void Avx2::store<BF16>(BF16 *p) const {
     alignas(32) float lanes[width];
     _mm256_store_ps(lanes, value);
     for (std::size_t i = 0; i < width; ++i) p[i] = to_bf16(lanes[i]);
 }
 template <>
-void Avx2::store<F16>(F16 *p) const {
+ADAPT_INLINE void Avx2::store<F16>(F16 *p) const {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

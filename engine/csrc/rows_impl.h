@@ -39,7 +39,7 @@ void rms_norm_row(const T *x, const T *weight, T *out, std::size_t width, float 
 // exp(x) = 2^n * p(r), n = round(x / ln 2), |r| <= ln 2 / 2; ln 2 in two parts and the degree-5 minimax polynomial
 // are those of Cephes' expf (S. Moshier). V supplies clamp, nearest, times_pow2 and multiply-add.
 template <class V>
-V exp_of(V x) {
+ADAPT_INLINE V exp_of(V x) {
     // Beyond 88.73 the result is infinite, as it should be; below -87.3 it would leave the normal numbers.
     x = x.clamp(-87.3f, 89.0f);
     const V n = (x * V::set(1.44269504088896341f)).nearest();
@@ -55,7 +55,7 @@ V exp_of(V x) {
 }
 
 template <class V>
-V silu_times(V gate, V up) {
+ADAPT_INLINE V silu_times(V gate, V up) {
     return gate / (V::set(1.0f) + gate.negated().exp()) * up;
 }
 
@@ -71,7 +71,7 @@ void swiglu_row(const T *gate, const T *up, T *out, std::size_t width) {
 }
 
 template <class V>
-V turned(V kept, V cosine, V other, V sine) {
+ADAPT_INLINE V turned(V kept, V cosine, V other, V sine) {
     return kept * cosine + other * sine;
 }
 
@@ -97,19 +97,19 @@ void rotate_row(const T *x, const float *cosines, const float *sines, T *out, st
 
 // f(offset, n) for vectors of a row, the last one with n < V::width elements where the width is no multiple.
 template <class V, class F>
-void each_vector(std::size_t width, F &&f) {
+ADAPT_INLINE void each_vector(std::size_t width, F &&f) {
     std::size_t i = 0;
     for (; i + V::width <= width; i += V::width) f(i, V::width);
     if (i < width) f(i, width - i);
 }
 
 template <class V, class T>
-V take(const T *p, std::size_t n) {
+ADAPT_INLINE V take(const T *p, std::size_t n) {
     return n == V::width ? V::template load<T>(p) : V::template load_tail<T>(p, n);
 }
 
 template <class V, class T>
-void put(V v, T *p, std::size_t n) {
+ADAPT_INLINE void put(V v, T *p, std::size_t n) {
     if (n == V::width)
         v.template store<T>(p);
     else
@@ -118,7 +118,7 @@ void put(V v, T *p, std::size_t n) {
 
 template <class V, class T>
 void finish_row(const float *sums, const float *scales, float scale, const float *bias, T *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
         V v = take<V>(sums + i, n);
         if (scales) v = v * V::set(scale) * take<V>(scales + i, n);
         if (bias) v = v + take<V>(bias + i, n);
@@ -128,12 +128,12 @@ void finish_row(const float *sums, const float *scales, float scale, const float
 
 template <class V, class T>
 void widen_row(const T *x, float *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) { put(take<V>(x + i, n), out + i, n); });
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) { put(take<V>(x + i, n), out + i, n); });
 }
 
 template <class V, class T>
 void combine_row(const T *const *rows, const float *weights, std::size_t count, T *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
         V total = take<V>(rows[0] + i, n) * V::set(weights[0]);
         for (std::size_t r = 1; r < count; ++r) total = total + take<V>(rows[r] + i, n) * V::set(weights[r]);
         put(total, out + i, n);
@@ -142,34 +142,39 @@ void combine_row(const T *const *rows, const float *weights, std::size_t count, 
 
 template <class V, class T>
 void add_row(const T *a, const T *b, T *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) { put(take<V>(a + i, n) + take<V>(b + i, n), out + i, n); });
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) { put(take<V>(a + i, n) + take<V>(b + i, n), out + i, n); });
 }
 
 // Plain loops that every compiler turns into vectors: magnitudes are compared as integers, rounding is an addition.
-template <class T>
-float quantise_row(const T *x, std::int8_t *out, std::int32_t *sums, std::size_t width, std::size_t segment) {
+inline float quantise_row(const float *__restrict x, std::int8_t *__restrict out, std::int32_t *__restrict sums,
+                          std::size_t width, std::size_t segment) {
     std::uint32_t largest = 0;
     for (std::size_t i = 0; i < width; ++i) {
-        const std::uint32_t magnitude = float_to_bits(to_float(x[i])) & 0x7fffffffu;
+        const std::uint32_t magnitude = float_to_bits(x[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
-    const bool finite = largest < 0x7f800000u;
     const float top = bits_to_float(largest);
+    if (largest >= 0x7f800000u) {
+        // Nothing of such a row may look right: its scale is NaN.
+        std::memset(out, 0, width);
+        std::memset(sums, 0, (width + segment - 1) / segment * sizeof *sums);
+        return bits_to_float(0x7fc00000u);
+    }
     // The reciprocal of a subnormal number could be infinite: such a row is zero.
-    const float inverse = finite && top >= 1.17549435e-38f ? 127.0f / top : 0.0f;
+    const float inverse = top >= 1.17549435e-38f ? 127.0f / top : 0.0f;
     constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    for (std::size_t begin = 0, s = 0; begin < width || s == 0; begin += segment, ++s) {
+    for (std::size_t begin = 0, s = 0; begin < width; begin += segment, ++s) {
         const std::size_t end = begin + segment < width ? begin + segment : width;
         std::int32_t sum = 0;
         for (std::size_t i = begin; i < end; ++i) {
-            const float scaled = finite ? to_float(x[i]) * inverse + magic : magic;
+            const float scaled = x[i] * inverse + magic;
             const std::int32_t q = static_cast<std::int32_t>(float_to_bits(scaled) - 0x4b400000u);
             out[i] = static_cast<std::int8_t>(q);
             sum += q;
         }
         sums[s] = sum;
     }
-    return finite ? top / 127.0f : bits_to_float(0x7fc00000u);
+    return top / 127.0f;
 }
 
 template <class V>
@@ -178,7 +183,7 @@ void softmax_row(const float *logits, float *out, std::size_t width) {
     for (std::size_t i = 1; i < width; ++i) largest = logits[i] > largest ? logits[i] : largest;
     const V shift = V::set(-largest);
     float total = 0.0f;
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
         const V e = (take<V>(logits + i, n) + shift).exp();
         put(e, out + i, n);
         // What lies beyond the row counts nothing: sum what was stored.
@@ -191,7 +196,7 @@ void softmax_row(const float *logits, float *out, std::size_t width) {
 
 template <class V>
 void sigmoid_row(const float *logits, float *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
         put(V::set(1.0f) / (V::set(1.0f) + take<V>(logits + i, n).negated().exp()), out + i, n);
     });
 }
@@ -233,9 +238,10 @@ RowKernels kernels_over() {
     k.widen = [](Type type, const void *x, float *out, std::size_t width) {
         visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), out, width); });
     };
-    k.quantise = [](Type type, const void *x, std::int8_t *out, std::int32_t *sums, std::size_t width,
+    k.quantise = [](Type type, const void *x, float *wide, std::int8_t *out, std::int32_t *sums, std::size_t width,
                     std::size_t segment) {
-        return visit(type, [=](auto t) { return quantise_row(as<decltype(t)>(x), out, sums, width, segment); });
+        visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), wide, width); });
+        return quantise_row(wide, out, sums, width, segment);
     };
     k.combine = [](Type type, const void *const *rows, const float *weights, std::size_t count, void *out,
                    std::size_t width) {

@@ -37,27 +37,27 @@ struct Scalar {
 };
 
 template <>
-Scalar Scalar::load<float>(const float *p) {
+ADAPT_INLINE Scalar Scalar::load<float>(const float *p) {
     return {*p};
 }
 template <>
-Scalar Scalar::load<BF16>(const BF16 *p) {
+ADAPT_INLINE Scalar Scalar::load<BF16>(const BF16 *p) {
     return {from_bf16(*p)};
 }
 template <>
-Scalar Scalar::load<F16>(const F16 *p) {
+ADAPT_INLINE Scalar Scalar::load<F16>(const F16 *p) {
     return {from_f16(*p)};
 }
 template <>
-void Scalar::store<float>(float *p) const {
+ADAPT_INLINE void Scalar::store<float>(float *p) const {
     *p = value;
 }
 template <>
-void Scalar::store<BF16>(BF16 *p) const {
+ADAPT_INLINE void Scalar::store<BF16>(BF16 *p) const {
     *p = to_bf16(value);
 }
 template <>
-void Scalar::store<F16>(F16 *p) const {
+ADAPT_INLINE void Scalar::store<F16>(F16 *p) const {
     *p = to_f16(value);
 }
 

@@ -10,13 +10,14 @@ namespace adapt {
 
 class Scratch {
   public:
-    // What was taken before is free again once the scope that was opened after it ends.
+    // What is taken from a scope is free again when it ends. Scopes nest.
     class Scope {
       public:
-        Scope() : scratch_(own()), outer_(scratch_.depth_++ > 0) {}
+        Scope() : scratch_(own()), block_(scratch_.block_), used_(scratch_.used_) { ++scratch_.depth_; }
         ~Scope() {
-            --scratch_.depth_;
-            if (!outer_) scratch_.settle();
+            scratch_.block_ = block_;
+            scratch_.used_ = used_;
+            if (--scratch_.depth_ == 0) scratch_.settle();
         }
         Scope(const Scope &) = delete;
 
@@ -27,7 +28,7 @@ class Scratch {
 
       private:
         Scratch &scratch_;
-        bool outer_;
+        std::size_t block_, used_;
     };
 
   private:
@@ -41,16 +42,17 @@ class Scratch {
         static thread_local Scratch scratch;
         return scratch;
     }
-    ~Scratch() {
-        for (const Block &block : blocks_) std::free(block.data);
-    }
+    ~Scratch() { clear(); }
 
     void *bytes(std::size_t size) {
         size = (size + line - 1) / line * line + line;  // a line apart: neighbours belong to different threads
-        if (blocks_.empty() || used_ + size > blocks_.back().size) add(size);
-        void *found = blocks_.back().data + used_;
+        while (block_ < blocks_.size() && used_ + size > blocks_[block_].size) {
+            ++block_;
+            used_ = 0;
+        }
+        if (block_ == blocks_.size()) add(size);
+        void *found = blocks_[block_].data + used_;
         used_ += size;
-        total_ += size;
         return found;
     }
     void add(std::size_t size) {
@@ -58,20 +60,22 @@ class Scratch {
         char *data = static_cast<char *>(std::aligned_alloc(line, size));
         if (data == nullptr) throw std::bad_alloc();
         blocks_.push_back({data, size});
-        used_ = 0;
     }
-    // One block that holds all that a call took.
+    void clear() {
+        for (const Block &block : blocks_) std::free(block.data);
+        blocks_.clear();
+    }
+    // One block instead of several, for the next call.
     void settle() {
-        if (blocks_.size() > 1) {
-            for (const Block &block : blocks_) std::free(block.data);
-            blocks_.clear();
-            add(total_);
-        }
-        used_ = total_ = 0;
+        if (blocks_.size() < 2) return;
+        std::size_t total = 0;
+        for (const Block &block : blocks_) total += block.size;
+        clear();
+        add(total);
     }
 
     std::vector<Block> blocks_;
-    std::size_t used_ = 0, total_ = 0;
+    std::size_t block_ = 0, used_ = 0;
     int depth_ = 0;
 };
 

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
+// Small functions of inner loops, which the compiler would otherwise call where it finds them too many to copy.
+#define ADAPT_INLINE inline __attribute__((always_inline))
+
 namespace adapt {
 
 enum class Type { f32, bf16, f16 };

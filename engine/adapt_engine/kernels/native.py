@@ -15,7 +15,7 @@ from . import reference
 from .packed import PackedMatrix, Parameter
 from .registry import Implementation, Ops, Routing
 
-__all__ = ["ISA_VARIABLE", "isa", "load", "offers"]
+__all__ = ["ISA_VARIABLE", "isa", "level_of", "load", "offers"]
 
 ISA_VARIABLE = "ADAPT_ENGINE_ISA"
 _LEVELS = ("avx512", "avx2", "scalar")
@@ -44,6 +44,11 @@ def isa(module: ModuleType) -> str:
     if asked not in supported:
         raise EngineError(f"{ISA_VARIABLE}={asked}: this CPU or build has {', '.join(supported)}")
     return asked
+
+
+def level_of(module: ModuleType) -> int:
+    """The instruction set to use, as the extension numbers them."""
+    return _LEVELS.index(isa(module))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +206,7 @@ def offers() -> list[Implementation]:
     if module is None:
         return []
     level = isa(module)
-    kernels = _Kernels(module, _LEVELS.index(level))
+    kernels = _Kernels(module, level_of(module))
     every = frozenset({torch.float32, torch.bfloat16, torch.float16})
     # A row is reduced in one order, whatever its neighbours, the threads and the cuts at segment borders are.
     traits = frozenset({"batch_invariant", "layout_invariant"})
