@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -21,6 +22,7 @@ from .kernels.packed import SEGMENT, PackedMatrix
 
 __all__ = ["Shape", "Use", "profile_kernels"]
 
+_TURNS = 1_000_000
 _FORMATS = {"fp32": 0, "bf16": 1, "int8": 3}
 
 
@@ -111,9 +113,8 @@ def _limits(module: ModuleType, level: int) -> Iterator[_Case]:
     much.fill_(1)
     yield _Case("read", lambda: module.roof_read(much, level), much.nbytes, "read")
     for name, code in _FORMATS.items():
-        turns = 1_000_000
-        work = float(module.roof_multiply(code, turns, level))
-        yield _Case(name, lambda code=code: module.roof_multiply(code, turns, level), work, name)  # type: ignore[misc]
+        work = float(module.roof_multiply(code, _TURNS, level))
+        yield _Case(name, partial(module.roof_multiply, code, _TURNS, level), work, name)
 
 
 def _in_turn(runs: list[Callable[[], object]]) -> Callable[[], object]:
@@ -169,7 +170,7 @@ def _routed(module: ModuleType, level: int, shape: Shape) -> Iterator[_Case]:
             distinct = 0
             for turn in range(4 * layers):
                 ids = torch.stack([torch.randperm(shape.experts)[: shape.chosen].sort().values for _ in range(rows)])
-                distinct += len(ids.unique())
+                distinct += len(set(ids.flatten().tolist()))
                 held = [one.handle for one in stacks[turn % layers]]
                 runs.append(_experts(module, level, x, ids, weights, held, out))
             each = rows * shape.chosen / shape.experts

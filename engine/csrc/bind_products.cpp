@@ -1,6 +1,7 @@
 // Packed matrices and the ops that multiply with them, for Python.
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -10,6 +11,7 @@
 #endif
 
 #include "arrays.h"
+#include "attention.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -242,6 +244,52 @@ void route(const Constant &logits, const Optional &bias, std::size_t groups, std
                  to_weights);
 }
 
+adapt::HeadRows heads_of(const char *name, const Constant &array) {
+    if (array.ndim() != 3) refuse(name, "must have 3 dimensions, has " + std::to_string(array.ndim()));
+    if (array.shape(2) > 1 && array.stride(2) != 1) refuse(name, "elements of a head must be adjacent");
+    if (array.stride(0) < 0 || array.stride(1) < 0) refuse(name, "rows must not run backwards");
+    return {type_of(name, array), array.data(), static_cast<std::size_t>(array.stride(0)),
+            static_cast<std::size_t>(array.stride(1))};
+}
+
+const std::int64_t *row_of_ids(const char *name, const Constant &ids, std::size_t length) {
+    if (ids.ndim() != 1 || ids.shape(0) != length || ids.dtype() != nb::dtype<std::int64_t>() ||
+        (length > 1 && ids.stride(0) != 1))
+        refuse(name, "must be one dense row of " + std::to_string(length) + " int64");
+    return static_cast<const std::int64_t *>(ids.data());
+}
+
+void attention(const Constant &q, const Constant &k, const Constant &v, const Constant &q_positions,
+               const Constant &k_positions, float scale, std::size_t window, const Array &out,
+               const std::optional<Array> &weights, int level) {
+    const adapt::HeadRows queries = heads_of("q", q), keys = heads_of("k", k), values = heads_of("v", v);
+    const std::size_t rows = q.shape(0), heads = q.shape(1), groups = k.shape(1), width = q.shape(2);
+    if (queries.type != keys.type || values.type != keys.type) refuse("k", "q, k and v must have one dtype");
+    if (!groups || heads % groups || v.shape(1) != groups) refuse("k", "its heads must divide those of q and be those of v");
+    if (!width || k.shape(2) != width || !v.shape(2)) refuse("k", "heads must be as wide as those of q, and not empty");
+    if (v.shape(0) != k.shape(0)) refuse("v", "must have a row for each row of k");
+    const std::int64_t *asking = row_of_ids("q_positions", q_positions, rows);
+    const std::int64_t *seen = row_of_ids("k_positions", k_positions, k.shape(0));
+    if (!std::is_sorted(asking, asking + rows) || (rows && asking[0] < 0))
+        refuse("q_positions", "must ascend from 0 or more");
+    if (!std::is_sorted(seen, seen + k.shape(0)) || (k.shape(0) && seen[0] < 0))
+        refuse("k_positions", "must ascend from 0 or more");
+    // A chunk has room for one key at each of its positions.
+    if (std::adjacent_find(seen, seen + k.shape(0)) != seen + k.shape(0)) refuse("k_positions", "must not repeat");
+    const adapt::Type type = type_of("out", out);
+    if (out.ndim() != 3 || out.shape(0) != rows || out.shape(1) != heads || out.shape(2) != v.shape(2) ||
+        (out.size() && (out.stride(2) != 1 || static_cast<std::size_t>(out.stride(1)) != v.shape(2) ||
+                        static_cast<std::size_t>(out.stride(0)) != heads * v.shape(2))))
+        refuse("out", "must be dense, [rows of q, heads of q, width of v]");
+    float *logs = nullptr;
+    if (weights) logs = const_cast<float *>(dense_of<float>("weights", *weights, rows, heads));
+    const adapt::Kernels kernels = kernels_at(level);
+    const adapt::Heads shape{heads, groups, width, v.shape(2), scale, window};
+    const adapt::Reading reading{0, rows, k.shape(0), asking, nullptr, seen};
+    nb::gil_scoped_release released;
+    if (rows) adapt::attention(kernels, shape, queries, keys, values, &reading, 1, type, out.data(), logs);
+}
+
 double roof_multiply(int format, std::size_t rounds, int level) {
     const adapt::Kernels kernels = kernels_at(level);
     const adapt::Format kind = format_at(format);
@@ -303,6 +351,10 @@ void bind_products(nb::module_ &m) {
           nb::arg("kept"), nb::arg("softmax"), nb::arg("renormalise"), nb::arg("scale"), nb::arg("scores").noconvert(),
           nb::arg("selection").noconvert(), nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
           nb::arg("level"), "Scores, selection, ids (ascending) and weights of every row of logits[T, E].");
+    m.def("attention", &attention, nb::arg("q").noconvert(), nb::arg("k").noconvert(), nb::arg("v").noconvert(),
+          nb::arg("q_positions").noconvert(), nb::arg("k_positions").noconvert(), nb::arg("scale"), nb::arg("window"),
+          nb::arg("out").noconvert(), nb::arg("weights").noconvert().none(), nb::arg("level"),
+          "Causal attention of one sequence; window 0 sees everything. weights[T, H]: natural log-sum-exp.");
     m.def("roof_multiply", &roof_multiply, nb::arg("format"), nb::arg("rounds"), nb::arg("level"),
           "Multiply-adds of a format without memory, on every thread; the operations done, two for each.");
     m.def("large_pages", &huge, nb::arg("data").noconvert(), "Ask for large pages behind memory not yet touched.");

@@ -31,8 +31,11 @@ inline void pause() {
 class Pool {
   public:
     void run(int parts, Part part, void *job) {
-        if (!busy_.try_lock()) return serial(parts, part, job);
-        std::lock_guard<std::mutex> held(busy_, std::adopt_lock);
+        if (busy_.exchange(true, std::memory_order_acquire)) return serial(parts, part, job);
+        struct Held {
+            std::atomic<bool> &busy;
+            ~Held() { busy.store(false, std::memory_order_release); }
+        } held{busy_};
         if (!grow(parts - 1)) return serial(parts, part, job);
         part_ = part;
         job_ = job;
@@ -103,7 +106,8 @@ class Pool {
         return ticket_.load(std::memory_order_acquire);
     }
 
-    std::mutex busy_, mutex_;
+    std::atomic<bool> busy_{false};
+    std::mutex mutex_;
     std::condition_variable wake_;
     // Number of the job times ``most``, plus its parts.
     std::atomic<std::uint64_t> ticket_{0};

@@ -21,6 +21,12 @@ struct ProductKernels {
     std::size_t most_rows, block_rows;
     void (*tile)(const Matrix &matrix, std::size_t panel, const void *const *x, const std::int32_t *const *sums,
                  std::size_t rows, std::size_t turn, std::size_t turns, float *out);
+    // Into packed order: ``units`` pieces of ``unit`` bytes of each of sixteen rows, those of one place side by side,
+    // places ``step`` bytes apart.
+    void (*transpose)(const void *const *rows, std::size_t unit, std::size_t units, unsigned char *out,
+                      std::size_t step);
+    // Elements of two rows of 16-bit numbers by turns.
+    void (*interleave)(const void *a, const void *b, std::size_t width, unsigned char *out);
     // What the machine can do at most: multiply-adds of a format on full registers, ``rounds`` times a whole tile
     // without memory (returns operations, two for each multiply-add), and reading. Both return a value that depends on
     // everything, so that nothing can be left out.

@@ -30,6 +30,16 @@ struct Avx2 {
         return {at(padded), at(padded + 32)};
     }
 
+    static void transpose(const void *const *rows, std::size_t offset, unsigned char *out, std::size_t step) {
+        transpose_plainly(rows, offset, out, step);
+    }
+    static void interleave(const unsigned char *a, const unsigned char *b, unsigned char *out) {
+        for (std::size_t c = 0; c < lanes; ++c) {
+            std::memcpy(out + 4 * c, a + 2 * c, 2);
+            std::memcpy(out + 4 * c + 2, b + 2 * c, 2);
+        }
+    }
+
     struct Floating {
         using Sum = Float;
         static Sum begin(const std::int32_t *, std::size_t) { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

@@ -15,6 +15,47 @@ struct Avx512 {
     static Float load(const float *p) { return _mm512_load_ps(p); }
     static void store(float *p, Float v) { _mm512_store_ps(p, v); }
 
+    // Four rounds of exchanges, at distances 1, 2, 4 and 8.
+    static void transpose(const void *const *rows, std::size_t offset, unsigned char *out, std::size_t step) {
+        __m512i a[16], b[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(static_cast<const char *>(rows[i]) + offset);
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2) {
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+        // a[4 r + c] has, in its lane l of 128 bits, number 4 l + c of rows 4 r to 4 r + 3.
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
+            b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+            b[8 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+            b[12 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            a[c] = _mm512_shuffle_i32x4(b[c], b[8 + c], 0x88);
+            a[8 + c] = _mm512_shuffle_i32x4(b[c], b[8 + c], 0xdd);
+            a[4 + c] = _mm512_shuffle_i32x4(b[4 + c], b[12 + c], 0x88);
+            a[12 + c] = _mm512_shuffle_i32x4(b[4 + c], b[12 + c], 0xdd);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * step, a[i]);
+    }
+    static void interleave(const unsigned char *a, const unsigned char *b, unsigned char *out) {
+        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(a)));
+        const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(b)));
+        _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+
     struct Floating {
         using Sum = __m512;
         static Sum begin(const std::int32_t *, std::size_t) { return _mm512_setzero_ps(); }

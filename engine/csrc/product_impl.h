@@ -2,6 +2,8 @@
 //   I::Float            sixteen float32 lanes: I::zero, I::add, I::load, I::store
 //   I::most_rows, I::block_rows, I::most_sums
 //                       see ProductKernels; sixteen-column sums that fit into registers
+//   I::transpose, I::interleave
+//                       sixteen rows of sixteen 32-bit numbers; two rows of sixteen 16-bit ones
 //   F::Sum, F::Raw      sixteen sums, sixteen columns' elements of one group
 //   F::begin(sums, segment), F::load<part>(data, columns), F::spread(x, k), F::dot(sum, raw, spread), F::value(sum)
 //   F::load_tail(data, count, columns), F::spread_tail(x, k, count)
@@ -255,8 +257,39 @@ float read_all(const void *data, std::size_t bytes) {
 }
 
 template <class I>
+void transpose_rows(const void *const *rows, std::size_t unit, std::size_t units, unsigned char *out,
+                    std::size_t step) {
+    std::size_t u = 0;
+    if (unit == 4)
+        for (; u + lanes <= units; u += lanes) I::transpose(rows, 4 * u, out + u * step, step);
+    for (; u < units; ++u)
+        for (std::size_t i = 0; i < lanes; ++i) {
+            const unsigned char *from = static_cast<const unsigned char *>(rows[i]) + u * unit;
+            std::memcpy(out + u * step + i * unit, from, unit == 4 ? 4 : unit);
+        }
+}
+
+template <class I>
+void interleave_rows(const void *a, const void *b, std::size_t width, unsigned char *out) {
+    const unsigned char *first = static_cast<const unsigned char *>(a), *second = static_cast<const unsigned char *>(b);
+    std::size_t c = 0;
+    for (; c + lanes <= width; c += lanes) I::interleave(first + 2 * c, second + 2 * c, out + 4 * c);
+    for (; c < width; ++c) {
+        std::memcpy(out + 4 * c, first + 2 * c, 2);
+        std::memcpy(out + 4 * c + 2, second + 2 * c, 2);
+    }
+}
+
+// Sixteen rows of sixteen 32-bit numbers, plainly.
+inline void transpose_plainly(const void *const *rows, std::size_t offset, unsigned char *out, std::size_t step) {
+    for (std::size_t u = 0; u < lanes; ++u)
+        for (std::size_t i = 0; i < lanes; ++i)
+            std::memcpy(out + u * step + 4 * i, static_cast<const unsigned char *>(rows[i]) + offset + 4 * u, 4);
+}
+
+template <class I>
 ProductKernels products_over() {
-    return ProductKernels{I::most_rows, I::block_rows, &tile_any<I>, &multiply_any<I>, &read_all<I>};
+    return ProductKernels{I::most_rows, I::block_rows, &tile_any<I>, &transpose_rows<I>, &interleave_rows<I>, &multiply_any<I>, &read_all<I>};
 }
 
 }  // namespace

@@ -29,6 +29,15 @@ struct RowKernels {
     // Of float32 logits; NaN or infinity anywhere makes a softmax row NaN.
     void (*softmax)(const float *logits, float *out, std::size_t width);
     void (*sigmoid)(const float *logits, float *out, std::size_t width);
+    // Attention. Scores of keys [low, high) times scale, in pieces of 64 that lie ``stride`` apart: their largest, the
+    // exponentials against it as ``type`` [depth] with zeros for all other keys, and the sum of those. Spoils scores.
+    void (*shares)(Type type, float *scores, std::size_t stride, std::size_t low, std::size_t high, std::size_t depth,
+                   float scale, void *out, float *largest, float *sum);
+    // Two parts of a softmax-weighted sum become one, on the right.
+    void (*merge)(const float *largest, const float *sum, const float *mixed, float *right_largest, float *right_sum,
+                  float *right_mixed, std::size_t width);
+    // mixed / sum, or zeros where sum is 0.
+    void (*divide)(Type type, const float *mixed, float sum, void *out, std::size_t width);
 };
 
 RowKernels scalar_kernels();

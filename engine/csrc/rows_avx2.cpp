@@ -45,6 +45,7 @@ struct Avx2 {
     Avx2 clamp(float low, float high) const {
         return {_mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), value))};
     }
+    static Avx2 larger(Avx2 a, Avx2 b) { return {_mm256_max_ps(a.value, b.value)}; }
     Avx2 nearest() const { return {_mm256_round_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
     static __m256 pow2(__m256i n) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));

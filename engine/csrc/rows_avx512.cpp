@@ -30,6 +30,7 @@ struct Avx512 {
     Avx512 clamp(float low, float high) const {
         return {_mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), value))};
     }
+    static Avx512 larger(Avx512 a, Avx512 b) { return {_mm512_max_ps(a.value, b.value)}; }
     Avx512 nearest() const { return {_mm512_roundscale_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
     Avx512 times_pow2(Avx512 n) const { return {_mm512_scalef_ps(value, n.value)}; }
     static Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return {_mm512_fmadd_ps(a.value, b.value, c.value)}; }

@@ -201,6 +201,83 @@ void sigmoid_row(const float *logits, float *out, std::size_t width) {
     });
 }
 
+// exp in a float32 that no vector surrounds, with the same bits as in one.
+template <class V>
+float exp_one(float x) {
+    const V e = V::template load_tail<float>(&x, 1).exp();
+    e.template store_tail<float>(&x, 1);
+    return x;
+}
+
+template <class V, class T>
+void shares_row(float *scores, std::size_t stride, std::size_t low, std::size_t high, std::size_t depth, float scale,
+                T *out, float *largest, float *sum) {
+    constexpr std::size_t piece = 64;
+    static_assert(piece % V::width == 0, "a vector lies within a piece");
+    const std::size_t first = low / V::width * V::width, last = (high + V::width - 1) / V::width * V::width;
+    const auto at = [=](std::size_t i) { return scores + i / piece * stride + i % piece; };
+    // Keys that share a vector with visible ones are out of the way of the largest.
+    for (std::size_t i = first; i < low; ++i) *at(i) = -INFINITY;
+    for (std::size_t i = high; i < last; ++i) *at(i) = -INFINITY;
+    const V factor = V::set(scale);
+    V top = V::set(-INFINITY);
+    for (std::size_t i = first; i < last; i += V::width) {
+        const V v = V::template load<float>(at(i)) * factor;
+        v.template store<float>(at(i));
+        top = V::larger(top, v);
+    }
+    float lane[V::width], most = -INFINITY;
+    top.template store<float>(lane);
+    for (std::size_t i = 0; i < V::width; ++i) most = lane[i] > most ? lane[i] : most;
+    // Where all visible scores are -infinity nothing is subtracted: the exponentials are 0, not NaN.
+    const V shift = V::set(most == -INFINITY ? 0.0f : -most);
+    V total = V::zero();
+    for (std::size_t i = 0; i < first && i < depth; ++i) out[i] = from_float<T>(0.0f);
+    for (std::size_t i = first; i < last; i += V::width) {
+        V e = (V::template load<float>(at(i)) + shift).exp();
+        if (i < low || i + V::width > high) {
+            e.template store<float>(lane);
+            for (std::size_t j = 0; j < V::width; ++j)
+                if (i + j < low || i + j >= high) lane[j] = 0.0f;
+            e = V::template load<float>(lane);
+        }
+        total = total + e;
+        put(e, out + i, i + V::width <= depth ? V::width : depth - i);
+    }
+    for (std::size_t i = last; i < depth; ++i) out[i] = from_float<T>(0.0f);
+    *largest = most;
+    *sum = total.sum();
+}
+
+template <class V>
+void merge_row(const float *largest, const float *sum, const float *mixed, float *right_largest, float *right_sum,
+               float *right_mixed, std::size_t width) {
+    // Who knows nothing changes nothing, down to the sign of a zero.
+    if (*sum == 0.0f && *largest == -INFINITY) return;
+    if (*right_sum == 0.0f && *right_largest == -INFINITY) {
+        *right_largest = *largest;
+        *right_sum = *sum;
+        std::memcpy(right_mixed, mixed, width * sizeof *mixed);
+        return;
+    }
+    const float most = *largest > *right_largest ? *largest : *right_largest;
+    const float shift = most == -INFINITY ? 0.0f : most;
+    const float left = exp_one<V>(*largest - shift), right = exp_one<V>(*right_largest - shift);
+    *right_largest = most;
+    *right_sum = *sum * left + *right_sum * right;
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
+        put(take<V>(mixed + i, n) * V::set(left) + take<V>(right_mixed + i, n) * V::set(right), right_mixed + i, n);
+    });
+}
+
+template <class V, class T>
+void divide_row(const float *mixed, float sum, T *out, std::size_t width) {
+    const V by = V::set(sum == 0.0f ? 1.0f : sum);
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
+        put(sum == 0.0f ? V::zero() : take<V>(mixed + i, n) / by, out + i, n);
+    });
+}
+
 template <class T>
 const T *as(const void *p) {
     return static_cast<const T *>(p);
@@ -258,6 +335,16 @@ RowKernels kernels_over() {
     };
     k.softmax = &softmax_row<V>;
     k.sigmoid = &sigmoid_row<V>;
+    k.shares = [](Type type, float *scores, std::size_t stride, std::size_t low, std::size_t high, std::size_t depth,
+                  float scale, void *out, float *largest, float *sum) {
+        visit(type, [=](auto t) {
+            shares_row<V>(scores, stride, low, high, depth, scale, as<decltype(t)>(out), largest, sum);
+        });
+    };
+    k.merge = &merge_row<V>;
+    k.divide = [](Type type, const float *mixed, float sum, void *out, std::size_t width) {
+        visit(type, [=](auto t) { divide_row<V>(mixed, sum, as<decltype(t)>(out), width); });
+    };
     return k;
 }
 

@@ -30,6 +30,7 @@ struct Scalar {
     }
     float sum() const { return value; }
     Scalar negated() const { return {-value}; }
+    static Scalar larger(Scalar a, Scalar b) { return {a.value > b.value ? a.value : b.value}; }
     Scalar exp() const { return {std::exp(value)}; }
     friend Scalar operator+(Scalar a, Scalar b) { return {a.value + b.value}; }
     friend Scalar operator*(Scalar a, Scalar b) { return {a.value * b.value}; }

@@ -60,6 +60,16 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows.contiguous() if rows.numel() else rows.new_empty(rows.shape)
 
 
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, heads, width] with dense heads."""
+    return x if x.stride(2) == 1 or not x.numel() else x.contiguous()
+
+
+def _one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether the kernel serves it: one dtype, and at most one key at a position."""
+    return q.dtype == k.dtype == v.dtype and bool((positions[1:] > positions[:-1]).all())
+
+
 def _packed(module: ModuleType, weight: Parameter) -> PackedMatrix:
     """A plain tensor, which no checkpoint was loaded into, is packed for the call."""
     return weight if isinstance(weight, PackedMatrix) else PackedMatrix(module, weight)
@@ -145,6 +155,69 @@ class _Kernels:
             self._module.combine(_rows(down), weights.contiguous(), out, self._level)
         return out
 
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_positions: torch.Tensor,
+        k_positions: torch.Tensor,
+        scale: float,
+        window: int | None,
+        dtype: torch.dtype,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=dtype)
+        self._module.attention(
+            _heads(q),
+            _heads(k),
+            _heads(v),
+            q_positions.contiguous(),
+            k_positions.contiguous(),
+            scale,
+            window or 0,
+            out,
+            weights,
+            self._level,
+        )
+        return out
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        q_positions: torch.Tensor,
+        k_positions: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if not _one_kind(q, k, v, k_positions):
+            return reference.attention(
+                q, k, v, q_positions=q_positions, k_positions=k_positions, scale=scale, window=window
+            )
+        return self._attend(q, k, v, q_positions, k_positions, scale, window, q.dtype, None)
+
+    def attention_partial(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        q_positions: torch.Tensor,
+        k_positions: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _one_kind(q, k, v, k_positions):
+            return reference.attention_partial(
+                q, k, v, q_positions=q_positions, k_positions=k_positions, scale=scale, window=window
+            )
+        weights = torch.empty(q.shape[:2])
+        context = self._attend(q, k, v, q_positions, k_positions, scale, window, torch.float32, weights)
+        return context, weights
+
     def make_experts(self, ops: Ops) -> Callable[..., torch.Tensor]:
         """Fused where nobody looks at what lies between; op by op, with the same bits, where somebody does."""
         apart = reference.make_experts(ops)
@@ -221,6 +294,8 @@ def offers() -> list[Implementation]:
         "route": kernels.route,
         "combine": kernels.combine,
         "lm_head": kernels.lm_head,
+        "attention": kernels.attention,
+        "attention_partial": kernels.attention_partial,
     }
     fused = {
         "experts": (kernels.make_experts, frozenset({"linear", "swiglu", "combine"})),
