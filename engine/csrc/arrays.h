@@ -89,5 +89,6 @@ adapt::Kernels kernels_at(int level);
 
 void bind_rows(nb::module_ &m);
 void bind_products(nb::module_ &m);
+void bind_decoder(nb::module_ &m);
 
 }  // namespace adapt_python

@@ -57,29 +57,45 @@ Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std
     return {x, sums, scales};
 }
 
-void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const float *bias, const Output &out) {
-    if (!x.rows || !matrix.columns) return;
+void linear(const Kernels &kernels, const Input &x, const Product *products, std::size_t count) {
+    if (!x.rows) return;
     Scratch::Scope scratch;
     const void **rows = scratch.take<const void *>(x.rows);
     for (std::size_t i = 0; i < x.rows; ++i) rows[i] = x.row(i);
-    const Prepared ready = prepare(kernels, x.type, rows, x.rows, matrix, scratch);
-    const std::size_t panels = matrix.panels(), most = static_cast<std::size_t>(threads());
+    const Prepared ready = prepare(kernels, x.type, rows, x.rows, *products[0].matrix, scratch);
+    std::size_t panels = 0;
+    for (std::size_t i = 0; i < count; ++i) panels += products[i].matrix->panels();
+    const std::size_t most = static_cast<std::size_t>(threads());
     // Panels are shared out, so that every weight is read by one thread; where they are few, rows are too.
-    const std::size_t pieces = panels >= 4 * most || panels % most == 0 || x.rows < 2 * kernels.products.most_rows ? 1 : most;
+    const std::size_t pieces =
+        panels >= 4 * most || panels % most == 0 || x.rows < 2 * kernels.products.most_rows ? 1 : most;
     const std::size_t units = panels * pieces;
     parallel(static_cast<int>(units < most ? units : most), [&](int part, int parts) {
         const Range range = share(units, part, parts);
-        for (std::size_t unit = range.first; unit < range.last; ++unit) {
-            const std::size_t panel = unit / pieces, column = panel * panel_columns;
-            const Range own = share(x.rows, static_cast<int>(unit % pieces), static_cast<int>(pieces));
-            each_tile(kernels, matrix, panel, ready, own, [&](std::size_t row, const float *sums) {
-                kernels.rows.finish(out.type, sums, matrix.scales ? matrix.scales + column : nullptr,
-                                    ready.scales ? ready.scales[row] : 1.0f, bias ? bias + column : nullptr,
-                                    static_cast<char *>(out.row(row)) + column * bytes_of(out.type),
-                                    matrix.width(panel));
-            });
+        std::size_t before = 0;
+        for (const Product *one = products; one != products + count; ++one) {
+            const Matrix &matrix = *one->matrix;
+            const std::size_t last = before + matrix.panels();
+            std::size_t unit = range.first > before * pieces ? range.first : before * pieces;
+            for (; unit < range.last && unit < last * pieces; ++unit) {
+                const std::size_t panel = unit / pieces - before, column = panel * panel_columns;
+                const Range own = share(x.rows, static_cast<int>(unit % pieces), static_cast<int>(pieces));
+                each_tile(kernels, matrix, panel, ready, own, [&](std::size_t row, const float *sums) {
+                    kernels.rows.finish(one->out.type, sums, matrix.scales ? matrix.scales + column : nullptr,
+                                        ready.scales ? ready.scales[row] : 1.0f,
+                                        one->bias ? one->bias + column : nullptr,
+                                        static_cast<char *>(one->out.row(row)) + column * bytes_of(one->out.type),
+                                        matrix.width(panel));
+                });
+            }
+            before = last;
         }
     });
+}
+
+void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const float *bias, const Output &out) {
+    const Product one{&matrix, bias, out};
+    linear(kernels, x, &one, 1);
 }
 
 }  // namespace adapt

@@ -57,4 +57,5 @@ NB_MODULE(_native, m) {
     m.def("threads", &adapt::threads, "Threads that calls use.");
     adapt_python::bind_rows(m);
     adapt_python::bind_products(m);
+    adapt_python::bind_decoder(m);
 }

@@ -49,6 +49,16 @@ bool multiplies(Type type, Format format);
 // out[i, c] = x[i] . column c + bias[c]; bias in float32, or null.
 void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const float *bias, const Output &out);
 
+// One of several products of the same rows.
+struct Product {
+    const Matrix *matrix;
+    const float *bias;
+    Output out;
+};
+
+// The same for matrices of one format, depth and segment, in one go.
+void linear(const Kernels &kernels, const Input &x, const Product *products, std::size_t count);
+
 // Slot i is row i / slots of x through expert ids[i]: down(silu(gate(row)) * up(row)), to row i of out. Everything
 // that the separate ops round is rounded here too. ids must be checked.
 void expert_rows(const Kernels &kernels, const Input &x, const std::int64_t *ids, std::size_t count, std::size_t slots,

@@ -15,11 +15,12 @@ from . import reference
 from .packed import PackedMatrix, Parameter
 from .registry import Implementation, Ops, Routing
 
-__all__ = ["ISA_VARIABLE", "isa", "level_of", "load", "offers"]
+__all__ = ["ISA_VARIABLE", "MOST_SLOTS", "isa", "level_of", "load", "offers"]
 
 ISA_VARIABLE = "ADAPT_ENGINE_ISA"
 _LEVELS = ("avx512", "avx2", "scalar")
-_MOST_SLOTS = 64
+MOST_SLOTS = 64
+"""Experts of a row that native kernels add up."""
 
 
 def load() -> ModuleType | None:
@@ -148,7 +149,7 @@ class _Kernels:
 
     def combine(self, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, slots, width = down.shape
-        if slots > _MOST_SLOTS:
+        if slots > MOST_SLOTS:
             return reference.combine(down, weights)
         out = torch.empty((rows, width), dtype=down.dtype)
         if out.numel():
@@ -231,7 +232,7 @@ class _Kernels:
             down_w: Parameter,
             tap: reference.Tap | None,
         ) -> torch.Tensor:
-            if tap is not None or ids.shape[1] > _MOST_SLOTS or not gate_w.shape[1]:
+            if tap is not None or ids.shape[1] > MOST_SLOTS or not gate_w.shape[1]:
                 return apart(x, ids, weights, gate_w, up_w, down_w, tap)
             gate, up, down = (_packed(self._module, one) for one in (gate_w, up_w, down_w))
             out = torch.empty(x.shape, dtype=x.dtype)

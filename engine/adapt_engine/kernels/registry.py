@@ -190,6 +190,11 @@ class KernelRegistry:
             if other == op or op in self._chosen[other].fuses:
                 self._bind(other)
 
+    @property
+    def wrapped(self) -> bool:
+        """Whether anybody has wrapped an op."""
+        return any(self._wrappers.values())
+
     def names(self) -> dict[str, str]:
         """op -> name of the implementation in use (``native-avx512``, ``reference``)."""
         return {op: self._in_use(op).name for op in OPS}

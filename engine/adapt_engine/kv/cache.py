@@ -38,6 +38,11 @@ class PagedCache:
         """The storage of every layer and component."""
         return (part for rows in self._rows.values() for part in rows)
 
+    def rows_of(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The storage of a layer, one tensor [slots, ...] per component of its group: for kernels that address it
+        themselves."""
+        return self._rows[layer]
+
     def write(self, layer: int, slots: torch.Tensor, rows: tuple[torch.Tensor, ...]) -> None:
         """Store ``rows`` (one tensor [n, ...] per component of the layer's group) at ``slots`` int64 [n]."""
         for store, new in zip(self._rows[layer], rows, strict=True):

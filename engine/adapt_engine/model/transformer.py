@@ -10,7 +10,9 @@ from ..attention import gqa, mla
 from ..config import DenseSpec, LayerSpec, ModelSpec, MoESpec
 from ..kernels import KernelRegistry
 from ..kernels.packed import Parameter
+from ..kv.cache import PagedCache
 from ..moe.experts import mix
+from .fused import FusedLayers
 from .step import Step
 from .weights import Weights, layer_weights
 
@@ -38,6 +40,11 @@ class Transformer:
         self.kernels = kernels
         self.first = first
         self._layers = [layer_weights(parameters, first + index) for index in range(len(spec.layers))]
+        self._fused: FusedLayers | None = None
+
+    def fuse(self, cache: PagedCache) -> None:
+        """Compute whole passes over ``cache`` natively where that can be done and nobody looks in between."""
+        self._fused = FusedLayers.build(self.spec, self.parameters, self.kernels, cache, self.first)
 
     def forward(self, step: Step) -> torch.Tensor | None:
         """Logits float32 [R, V] of ``step.head_rows`` on the last stage, None on others.
@@ -51,6 +58,13 @@ class Transformer:
                 record("embed", x)
         else:
             x = parallel.receive(step.ids.shape[0], self.spec.hidden, self.kernels.dtype)
+        if self._fused is not None and self._fused.serves(step):
+            if not parallel.first_stage:
+                x = x.clone()  # it is written to, and the stage before may still hold it
+            logits = self._fused.run(step, x)
+            if not parallel.last_stage:
+                parallel.hand_on(x)
+            return logits
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self._layers, strict=True), self.first):
             self.kernels.layer = index
             step.tap = record.layer(index) if record else None
@@ -65,6 +79,7 @@ class Transformer:
         """Let go of the weights; nothing can be computed afterwards."""
         self.parameters = {}
         self._layers = []
+        self._fused = None
 
     def _logits(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         ops, record = step.ops, step.record

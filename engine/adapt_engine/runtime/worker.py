@@ -61,6 +61,9 @@ class Worker:
         blocks = -(-options.cache_tokens // options.page_size)
         self.cache = PagedCache(spec, kernels.dtype, -(-blocks // sp), options.page_size, layers.start)
         self.transformer = Transformer(spec, parameters, kernels, layers.start)
+        # Memory is measured at the tensors of the single ops.
+        if options.native and not options.measure_memory:
+            self.transformer.fuse(self.cache)
         recorder = TapRecorder(plan.spec.sites(), options.taps)
         self._taps = recorder if recorder.wanted else None
         known = [*storages_of(parameters.values()), *self.cache.tensors()]
