@@ -2,8 +2,13 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/vector.h>
+
+#include "scratch.h"
 #include "weights.h"
 
 namespace adapt_python {
@@ -88,6 +93,72 @@ class Bound {
         decoder_.head = std::make_unique<adapt::Matrix>(matrix);
     }
 
+    void set_table(const Constant &table) {
+        check_rows("table", table);
+        if (table.shape(1) != decoder_.hidden() || type_of("table", table) != decoder_.type() ||
+            (table.shape(0) > 1 && static_cast<std::size_t>(table.stride(0)) != decoder_.hidden()))
+            refuse("table", "must be dense rows of the model's dtype and width");
+        kept_.push_back(table);
+        decoder_.table = table.data();
+        vocab_ = table.shape(0);
+    }
+
+    void set_packed_table(const Weights &table) {
+        const adapt::Matrix matrix = table.at(0);
+        if (matrix.depth != decoder_.hidden() || matrix.scales || !adapt::multiplies(decoder_.type(), matrix.format))
+            refuse("table", "must be [vocabulary, hidden] of the rows' dtype");
+        decoder_.packed_table = std::make_unique<adapt::Matrix>(matrix);
+        vocab_ = matrix.columns;
+    }
+
+    // Angles of positions 0 .. n - 1, which `step` reads.
+    void set_angles(const Constant &cosines, const Constant &sines) {
+        const std::size_t half = decoder_.layers.empty() ? 0 : decoder_.layers[0].heads.width / 2;
+        cosines_ = dense_of<float>("cos", cosines, cosines.shape(0), half);
+        sines_ = dense_of<float>("sin", sines, cosines.shape(0), half);
+        angles_ = {cosines, sines};
+    }
+
+    // ids: tokens of all sequences; a span: positions [first, last) of one, the address of its ``last`` int64 slots, and
+    // the first position whose logits are wanted.
+    void step(const std::vector<std::int64_t> &ids, const std::vector<std::array<std::size_t, 4>> &spans,
+              const Array &logits) const {
+        if (!decoder_.head || (!decoder_.table && !decoder_.packed_table)) refuse("step", "needs a table and a head");
+        check_layers();
+        const std::size_t rows = ids.size(), room = room_of(), half = decoder_.layers[0].heads.width / 2;
+        for (const std::int64_t id : ids)
+            if (id < 0 || static_cast<std::size_t>(id) >= vocab_) throw nb::index_error("ids: a token that is not there");
+        adapt::Scratch::Scope scratch;
+        std::int64_t *slots = scratch.take<std::int64_t>(rows), *positions = scratch.take<std::int64_t>(rows);
+        std::int64_t *heads = scratch.take<std::int64_t>(rows);
+        float *cosines = scratch.take<float>(rows * half), *sines = scratch.take<float>(rows * half);
+        auto *readings = scratch.take<adapt::Reading>(spans.size());
+        std::size_t row = 0, wanted = 0, count = 0;
+        for (const auto &[first, last, address, head] : spans) {
+            if (first >= last || last - first > rows - row || head < first || head > last)
+                refuse("spans", "must be ranges of positions that cover all ids");
+            if (!angles_.size() || last > angles_[0].shape(0)) refuse("angles", "must reach every position");
+            const auto *own = reinterpret_cast<const std::int64_t *>(static_cast<std::uintptr_t>(address));
+            check_slots(own, last, room);
+            readings[count++] = {row, last - first, last, positions + row, own, nullptr};
+            for (std::size_t position = first; position < last; ++position, ++row) {
+                positions[row] = static_cast<std::int64_t>(position);
+                slots[row] = own[position];
+                std::copy_n(cosines_ + position * half, half, cosines + row * half);
+                std::copy_n(sines_ + position * half, half, sines + row * half);
+                if (position >= head) heads[wanted++] = static_cast<std::int64_t>(row);
+            }
+        }
+        if (row != rows) refuse("spans", "must be ranges of positions that cover all ids");
+        adapt::Pass pass{rows, nullptr, slots, cosines, sines, readings, count, heads, wanted, nullptr};
+        pass.logits = const_cast<float *>(dense_of<float>("logits", logits, wanted, decoder_.head->columns));
+        pass.x = scratch.take<char>(rows * decoder_.hidden() * bytes_of(decoder_.type()));
+        nb::gil_scoped_release released;
+        if (!rows) return;
+        decoder_.embed(ids.data(), rows, pass.x);
+        decoder_.run(pass);
+    }
+
     // spans[i]: first row, rows, known tokens, address of the int64 slots of those tokens.
     void run(const Array &x, const Constant &positions, const Constant &slots, const Constant &cosines,
              const Constant &sines, const Constant &spans, const Constant &head_rows,
@@ -97,12 +168,8 @@ class Bound {
         if (stream.type != decoder_.type() || x.shape(1) != decoder_.hidden() ||
             (rows > 1 && stream.stride != decoder_.hidden()))
             refuse("x", "must be dense rows of the model's dtype and width");
-        if (decoder_.layers.empty()) refuse("layers", "there are none");
-        const std::size_t half = decoder_.layers[0].heads.width / 2;
-        for (const adapt::Layer &layer : decoder_.layers) {
-            if (layer.heads.width != 2 * half) refuse("layers", "heads must be equally wide");
-            if (!layer.routed && !layer.dense) refuse("layers", "one has no feed-forward part");
-        }
+        check_layers();
+        const std::size_t half = decoder_.layers[0].heads.width / 2, room = room_of();
         adapt::Pass pass{};
         pass.rows = rows;
         pass.x = stream.data;
@@ -110,9 +177,6 @@ class Bound {
         pass.slots = indices("slots", slots, rows);
         pass.cosines = dense_of<float>("cos", cosines, rows, half);
         pass.sines = dense_of<float>("sin", sines, rows, half);
-        std::size_t room = decoder_.layers[0].keys.slots;
-        for (const adapt::Layer &layer : decoder_.layers)
-            room = std::min({room, layer.keys.slots, layer.values.slots});
         check_slots(pass.slots, rows, room);
         if (spans.ndim() != 2 || spans.shape(1) != 4) refuse("spans", "must have 4 columns");
         const std::size_t sequences = spans.shape(0);
@@ -147,6 +211,20 @@ class Bound {
     }
 
   private:
+    void check_layers() const {
+        if (decoder_.layers.empty()) refuse("layers", "there are none");
+        for (const adapt::Layer &layer : decoder_.layers) {
+            if (layer.heads.width != decoder_.layers[0].heads.width) refuse("layers", "heads must be equally wide");
+            if (!layer.routed && !layer.dense) refuse("layers", "one has no feed-forward part");
+        }
+    }
+    std::size_t room_of() const {
+        std::size_t room = decoder_.layers[0].keys.slots;
+        for (const adapt::Layer &layer : decoder_.layers)
+            room = std::min({room, layer.keys.slots, layer.values.slots});
+        return room;
+    }
+
     static adapt::Type type_at(int code) {
         if (code < 0 || code > 2) refuse("type", "must be 0 float32, 1 bfloat16 or 2 float16");
         return static_cast<adapt::Type>(code);
@@ -206,7 +284,9 @@ class Bound {
     }
 
     adapt::Decoder decoder_;
-    std::vector<Constant> kept_;
+    std::vector<Constant> kept_, angles_;
+    const float *cosines_ = nullptr, *sines_ = nullptr;
+    std::size_t vocab_ = 0;
 };
 
 }  // namespace
@@ -230,6 +310,10 @@ void bind_decoder(nb::module_ &m) {
              nb::arg("renormalise"), nb::arg("scale"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
              nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
         .def("set_head", &Bound::set_head, nb::arg("final_norm").noconvert(), nb::arg("head"), nb::keep_alive<1, 3>())
+        .def("set_table", &Bound::set_table, nb::arg("table").noconvert())
+        .def("set_packed_table", &Bound::set_packed_table, nb::arg("table"), nb::keep_alive<1, 2>())
+        .def("set_angles", &Bound::set_angles, nb::arg("cos").noconvert(), nb::arg("sin").noconvert())
+        .def("step", &Bound::step, nb::arg("ids"), nb::arg("spans"), nb::arg("logits").noconvert())
         .def("run", &Bound::run, nb::arg("x").noconvert(), nb::arg("positions").noconvert(),
              nb::arg("slots").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert(),
              nb::arg("spans").noconvert(), nb::arg("head_rows").noconvert(), nb::arg("logits").noconvert().none());

@@ -103,6 +103,12 @@ void Decoder::feed_forward(const Layer &layer, const Pass &pass, const void *nor
     add(out, shared, rows);
 }
 
+void Decoder::embed(const std::int64_t *ids, std::size_t rows, void *x) const {
+    if (packed_table) return unpack(*packed_table, ids, rows, x, hidden_);
+    const std::size_t row = hidden_ * bytes_of(type_);
+    for (std::size_t i = 0; i < rows; ++i) std::memcpy(at(x, i * row), at(table, static_cast<std::size_t>(ids[i]) * row), row);
+}
+
 void Decoder::run(const Pass &pass) const {
     Scratch::Scope scratch;
     const std::size_t size = pass.rows * hidden_ * bytes_of(type_);

@@ -61,11 +61,16 @@ class Decoder {
     std::vector<Layer> layers;
     const void *final_norm = nullptr;
     std::unique_ptr<Matrix> head;
+    // Of a rank that has the first layer too: rows [vocabulary, hidden] of the type, or packed.
+    const void *table = nullptr;
+    std::unique_ptr<Matrix> packed_table;
 
     Type type() const { return type_; }
     std::size_t hidden() const { return hidden_; }
     const Kernels &kernels() const { return kernels_; }
     void run(const Pass &pass) const;
+    // Rows of the embedding table.
+    void embed(const std::int64_t *ids, std::size_t rows, void *x) const;
 
   private:
     Output rows_out(void *data, std::size_t width) const { return {type_, data, width}; }

@@ -11,6 +11,7 @@ from adapt_engine import Engine, SequenceRequest, SequenceResult
 from adapt_engine.kernels import native
 from adapt_engine.kv.cache import PagedCache
 from adapt_engine.model.fused import FusedLayers
+from adapt_engine.runtime.plan import SequencePlan
 
 from .conftest import FAMILIES
 from .test_kernels import BUILT
@@ -24,13 +25,18 @@ FUSED = [family for family in FAMILIES if family != "deepseek_v3"]
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every fused pass."""
     seen: list[int] = []
-    run = FusedLayers.run
+    run, step = FusedLayers.run, FusedLayers.step
 
-    def counted(self: FusedLayers, step: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def counted_run(self: FusedLayers, pass_: Any, x: torch.Tensor) -> torch.Tensor | None:
         seen.append(len(x))
-        return run(self, step, x)
+        return run(self, pass_, x)
 
-    monkeypatch.setattr(FusedLayers, "run", counted)
+    def counted_step(self: FusedLayers, sequences: Any) -> torch.Tensor:
+        seen.append(sum(sequence.last - sequence.first for sequence in sequences))
+        return step(self, sequences)
+
+    monkeypatch.setattr(FusedLayers, "run", counted_run)
+    monkeypatch.setattr(FusedLayers, "step", counted_step)
     return seen
 
 
@@ -157,3 +163,24 @@ def test_what_does_not_fit_together_is_refused(opened: Any, prompt: tuple[int, .
     for kind, message, changed in cases:
         with pytest.raises(kind, match=message):
             decoder.run(*{**given, **changed}.values())
+
+
+@pytest.mark.requirement(57)
+def test_a_step_that_cannot_be_is_refused(opened: Any) -> None:
+    fused = opened("qwen3_moe").executor.workers[0].transformer._fused
+    table = torch.arange(3)
+    fused.step((SequencePlan((5, 6, 7), 0, 3, table, 2),))
+    decoder, span, logits = fused._decoder, (0, 3, table.data_ptr(), 2), torch.empty(1, 97)
+    wild = torch.tensor([0, 1, 1 << 40])
+    cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (IndexError, "ids: a token that is not there", ([5, 6, 97], [span], logits)),
+        (IndexError, "slots: one that is not there", ([5, 6, 7], [(0, 3, wild.data_ptr(), 2)], logits)),
+        (ValueError, "spans: must be ranges", ([5, 6], [span], logits)),
+        (ValueError, "spans: must be ranges", ([5, 6, 7, 8], [span], logits)),
+        (ValueError, "spans: must be ranges", ([5, 6, 7], [(3, 3, table.data_ptr(), 3)], logits)),
+        (ValueError, "angles: must reach", ([5] * 999, [(0, 999, table.data_ptr(), 999)], logits)),
+        (ValueError, "logits: shape must be", ([5, 6, 7], [span], torch.empty(2, 97))),
+    ]
+    for kind, message, arguments in cases:
+        with pytest.raises(kind, match=message):
+            decoder.step(*arguments)

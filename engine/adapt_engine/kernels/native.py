@@ -147,6 +147,13 @@ class _Kernels:
         )
         return Routing(scores, selection, ids, weights)
 
+    def sample(
+        self, logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, seed: int, position: int
+    ) -> int:
+        if temperature == 0 and (drawn := int(self._module.greedy(logits.contiguous()))) >= 0:
+            return drawn
+        return sampling.sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, position=position)
+
     def combine(self, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, slots, width = down.shape
         if slots > MOST_SLOTS:
@@ -295,6 +302,7 @@ def offers() -> list[Implementation]:
         "route": kernels.route,
         "combine": kernels.combine,
         "lm_head": kernels.lm_head,
+        "sample": kernels.sample,
         "attention": kernels.attention,
         "attention_partial": kernels.attention_partial,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,9 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.float().transpose(0, 1), weight.float().transpose(1, 2)).transpose(0, 1)
 
 
+@lru_cache(maxsize=64)
 def rope_frequencies(spec: RopeSpec) -> torch.Tensor:
-    """Angle per position of each pair, float64 [dim / 2] (sources: `RopeSpec`)."""
+    """Angle per position of each pair, float64 [dim / 2] (sources: `RopeSpec`); shared, not to be written to."""
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim
     plain = spec.theta**-exponent
     if spec.kind == "linear":

@@ -15,6 +15,9 @@ from ..config import LayerSpec, ModelSpec, MoESpec
 from ..kernels import KernelRegistry, native
 from ..kernels.packed import PackedMatrix, Parameter
 from ..kv.cache import PagedCache
+from ..runtime.plan import BatchPlan
+from ..runtime.taps import TapRecorder
+from .parallel import Parallel
 from .step import Step
 from .weights import Weights, layer_weights
 
@@ -34,6 +37,7 @@ class FusedLayers:
         self._kernels = kernels
         self._cache = cache
         self._head = head
+        self._reach = 0
 
     @classmethod
     def build(
@@ -64,18 +68,40 @@ class FusedLayers:
         if has_head:
             assert isinstance(head, PackedMatrix)
             decoder.set_head(parameters["final.norm"], head.handle)
+        table = parameters.get("embed")
+        if isinstance(table, PackedMatrix):
+            decoder.set_packed_table(table.handle)
+        elif table is not None:
+            decoder.set_table(table)
         return cls(decoder, spec, kernels, cache, has_head)
 
-    def serves(self, step: Step) -> bool:
-        """Whether nobody would miss what happens between the ops of this pass."""
-        parallel = step.parallel
+    def serves(self, parallel: Parallel, record: TapRecorder | None) -> bool:
+        """Whether nobody would miss what happens between the ops of a pass."""
         return (
-            step.record is None
+            record is None
             and not self._kernels.wrapped
             and (type(self._cache).write, type(self._cache).gather) == _PLAIN
             and parallel.tp.size == parallel.sp.size == parallel.expert.size == 1
             and (self._head or not parallel.last_stage)
         )
+
+    def step(self, sequences: BatchPlan) -> torch.Tensor:
+        """Logits float32 [R, V] of the rows that are wanted, from token ids to the head: for a rank with all layers."""
+        last = max((sequence.last for sequence in sequences), default=0)
+        if last > self._reach:
+            # Angles of a position are those of the op, whatever else is asked for.
+            self._reach = max(2 * self._reach, last)
+            self._decoder.set_angles(*self._kernels.ops.rope_tables(self._rope, torch.arange(self._reach)))
+        ids: list[int] = []
+        spans = []
+        wanted = 0
+        for sequence in sequences:
+            ids.extend(sequence.ids)
+            spans.append((sequence.first, sequence.last, sequence.slots.data_ptr(), sequence.head))
+            wanted += sequence.last - sequence.head
+        logits = torch.empty((wanted, self._spec.vocab))
+        self._decoder.step(ids, spans, logits)
+        return logits
 
     def run(self, step: Step, x: torch.Tensor) -> torch.Tensor | None:
         """Logits float32 [R, V] of the step's head rows on the last stage, None on others; ``x`` [T, h] becomes what

@@ -12,7 +12,9 @@ from ..kernels import KernelRegistry
 from ..kernels.packed import Parameter
 from ..kv.cache import PagedCache
 from ..moe.experts import mix
+from ..runtime.taps import TapRecorder
 from .fused import FusedLayers
+from .parallel import Parallel
 from .step import Step
 from .weights import Weights, layer_weights
 
@@ -46,6 +48,12 @@ class Transformer:
         """Compute whole passes over ``cache`` natively where that can be done and nobody looks in between."""
         self._fused = FusedLayers.build(self.spec, self.parameters, self.kernels, cache, self.first)
 
+    def whole(self, parallel: Parallel, record: TapRecorder | None) -> FusedLayers | None:
+        """What computes a pass from token ids to logits in one call; None where that cannot be done now."""
+        fused = self._fused
+        all_here = parallel.first_stage and parallel.last_stage
+        return fused if fused is not None and all_here and fused.serves(parallel, record) else None
+
     def forward(self, step: Step) -> torch.Tensor | None:
         """Logits float32 [R, V] of ``step.head_rows`` on the last stage, None on others.
 
@@ -58,7 +66,7 @@ class Transformer:
                 record("embed", x)
         else:
             x = parallel.receive(step.ids.shape[0], self.spec.hidden, self.kernels.dtype)
-        if self._fused is not None and self._fused.serves(step):
+        if self._fused is not None and self._fused.serves(parallel, record):
             if not parallel.first_stage:
                 x = x.clone()  # it is written to, and the stage before may still hold it
             logits = self._fused.run(step, x)

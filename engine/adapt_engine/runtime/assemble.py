@@ -62,6 +62,11 @@ class Assembler:
         self, step: StepPlan, answers: Sequence[RankAnswer], dp: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Logits [R, V] and taps [T, ...] of the rows of one replica that has some, in the order of its sequences."""
+        if self.mesh.layout.world == 1:
+            # What one rank has is whole and in order.
+            (only,) = (answer.batches[0] for answer in answers)
+            assert only.logits is not None and step.micro_batches == 1
+            return only.logits, only.taps
         logits, taps = [], []
         for index in range(step.micro_batches):
             sequences = step.batch(dp, index)

@@ -6,6 +6,7 @@ has a scheduler and a block pool of its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -349,7 +350,8 @@ class Engine:
             sequence.finish = "length"
             return ()
         last = logits[-1]
-        if not bool(torch.isfinite(last).all()):
+        # Both are NaN where one element is.
+        if not all(math.isfinite(float(bound)) for bound in torch.aminmax(last)):
             sequence.finish = "error"
             sequence.error = f"logits after token {sequence.computed - 1} are not finite"
             self._counts["errors"] += 1

@@ -90,8 +90,9 @@ class Worker:
         answers = []
         with self._meter or nullcontext():
             for index in range(plan.micro_batches):
-                step = self._build(plan.batch(self.parallel.place.dp, index))
-                logits = self.transformer.forward(step)
+                batch = plan.batch(self.parallel.place.dp, index)
+                whole = self.transformer.whole(self.parallel, self._taps)
+                logits = whole.step(batch) if whole is not None else self.transformer.forward(self._build(batch))
                 answers.append(Answer(logits, self._taps.take() if self._taps is not None else {}))
         return RankAnswer(answers)
 
