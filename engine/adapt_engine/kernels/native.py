@@ -11,7 +11,7 @@ import torch
 
 from ..config import MoESpec
 from ..errors import EngineError
-from . import reference
+from . import reference, sampling
 from .packed import PackedMatrix, Parameter
 from .registry import Implementation, Ops, Routing
 

@@ -50,7 +50,7 @@ class FusedLayers:
     ) -> FusedLayers | None:
         """None where the ops in use are not all native, or a layer is of a kind that the decoder does not compute.
 
-        ``spec`` holds the rank's layers, numbered from ``first``.
+        For a rank that computes its layers alone. ``spec`` holds the rank's layers, numbered from ``first``.
         """
         module = native.load()
         if module is None or kernels.names()["linear"] == "reference" or not spec.layers:
@@ -81,7 +81,6 @@ class FusedLayers:
             record is None
             and not self._kernels.wrapped
             and (type(self._cache).write, type(self._cache).gather) == _PLAIN
-            and parallel.tp.size == parallel.sp.size == parallel.expert.size == 1
             and (self._head or not parallel.last_stage)
         )
 

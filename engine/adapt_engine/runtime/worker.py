@@ -61,8 +61,9 @@ class Worker:
         blocks = -(-options.cache_tokens // options.page_size)
         self.cache = PagedCache(spec, kernels.dtype, -(-blocks // sp), options.page_size, layers.start)
         self.transformer = Transformer(spec, parameters, kernels, layers.start)
-        # Memory is measured at the tensors of the single ops.
-        if options.native and not options.measure_memory:
+        # Ranks that share a layer meet between ops; memory is measured at the tensors of the single ops.
+        alone = self.parallel.tp.size == self.parallel.sp.size == self.parallel.expert.size == 1
+        if alone and options.native and not options.measure_memory:
             self.transformer.fuse(self.cache)
         recorder = TapRecorder(plan.spec.sites(), options.taps)
         self._taps = recorder if recorder.wanted else None
