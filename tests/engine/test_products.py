@@ -201,6 +201,16 @@ def test_a_packed_matrix_is_the_matrix_and_takes_its_bytes(dtype: torch.dtype) -
         packed(torch.ones(3, 4, 5))[3]
 
 
+def test_whoever_treats_a_packed_matrix_as_a_tensor_gets_one() -> None:
+    torch.manual_seed(5)
+    weight, stack = torch.randn(7, 12), torch.randn(3, 7, 12)
+    assert torch.equal(packed(weight).roll(1, 0), weight.roll(1, 0))
+    assert torch.equal(torch.cat((packed(weight), weight)), torch.cat((weight, weight)))
+    assert torch.equal(packed(stack)[[2, 0]], stack[[2, 0]])
+    assert torch.equal(packed(stack)[1:], stack[1:])
+    assert not hasattr(packed(weight), "nothing_of_the_kind")
+
+
 def test_segments_follow_what_layouts_cut() -> None:
     def segment(shape: tuple[int, ...], cut: Axis | None, dimension: int) -> int:
         return segment_of(ParameterSpec("a", shape, "a", "a", cut, dimension))

@@ -7,11 +7,12 @@ of rows, number of threads and rank that holds whole segments adds in that order
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ..weights.parameters import ParameterSpec
 
@@ -42,7 +43,8 @@ class PackedMatrix:
     """A matrix [out, in] or a stack of them [experts, out, in], in packed order.
 
     ``dtype`` is that of the rows that it multiplies (float32, bfloat16 or float16); ``quantised`` ones hold int8.
-    Indexing a stack gives one matrix of it, over the same memory.
+    Indexing a stack by a number gives one matrix of it, over the same memory. Whoever treats it as a tensor in any
+    other way (a method, a slice, a torch function) gets the result for a copy in ordinary order, `dense`.
     """
 
     __slots__ = ("dtype", "handle", "index", "module", "quantised", "scales", "segment", "shape", "storage")
@@ -71,9 +73,11 @@ class PackedMatrix:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, index: int) -> PackedMatrix:
-        """One matrix of a stack."""
-        if len(self.shape) != 3 or not 0 <= index < self.shape[0]:
+    def __getitem__(self, index: Any) -> Any:
+        """One matrix of a stack by its number; anything else as of a tensor."""
+        if len(self.shape) != 3 or type(index) is not int:
+            return self.dense()[index]
+        if not 0 <= index < self.shape[0]:
             raise IndexError(f"no matrix {index} in a stack of shape {list(self.shape)}")
         one = object.__new__(PackedMatrix)
         for name in self.__slots__:
@@ -81,12 +85,26 @@ class PackedMatrix:
         one.shape, one.index = self.shape[1:], index
         return one
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__slots__:
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        plain = tree_map(lambda one: one.dense() if isinstance(one, PackedMatrix) else one, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` (int64 [n]) of a matrix [out, in], as [n, in] of its dtype."""
         return self._unpacked(ids, ids.shape[0])
 
     def dense(self) -> torch.Tensor:
-        """The matrix [out, in] in ordinary order; int8 with its scales applied."""
+        """The matrix or the stack in ordinary order; int8 with its scales applied."""
+        if len(self.shape) == 3:
+            return torch.stack([self[index].dense() for index in range(len(self))])
         return self._unpacked(None, self.shape[0])
 
     def _unpacked(self, ids: torch.Tensor | None, count: int) -> torch.Tensor:
