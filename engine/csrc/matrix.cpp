@@ -1,6 +1,6 @@
 #include "matrix.h"
 
-#include <cmath>
+#include <vector>
 
 #include "pool.h"
 
@@ -49,16 +49,20 @@ void unpack_column(const Matrix &matrix, std::size_t column, T *out) {
 }
 
 void quantise_column(const Matrix &matrix, std::size_t column, const float *source, unsigned char *packed,
-                     float *scales) {
-    float largest = 0.0f;
-    for (std::size_t k = 0; k < matrix.depth; ++k) largest = std::fmax(largest, std::fabs(source[k]));
+                     float *scales, unsigned char *bytes) {
+    std::uint32_t magnitude = 0;
+    for (std::size_t k = 0; k < matrix.depth; ++k) {
+        const std::uint32_t own = float_to_bits(source[k]) & 0x7fffffffu;
+        magnitude = own > magnitude ? own : magnitude;
+    }
+    const float largest = bits_to_float(magnitude);
     scales[column] = largest / 127.0f;
     // The reciprocal of a subnormal number could be infinite: such a column is zero.
     const float inverse = largest >= 1.17549435e-38f ? 127.0f / largest : 0.0f;
-    each_run(matrix, column, [&](std::size_t k, std::size_t size, std::size_t at) {
-        for (std::size_t i = 0; i < size; ++i)
-            packed[at + i] = static_cast<unsigned char>(static_cast<int>(std::nearbyint(source[k + i] * inverse)) + 128);
-    });
+    constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    for (std::size_t k = 0; k < matrix.depth; ++k)
+        bytes[k] = static_cast<unsigned char>(float_to_bits(source[k] * inverse + magic) - 0x4b400000u + 128u);
+    pack_column<unsigned char, 4>(matrix, column, bytes, packed);
 }
 
 void dequantise_column(const Matrix &matrix, std::size_t column, float *out) {
@@ -75,6 +79,7 @@ void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned
         // Whole panels, so that no two threads write into one cache line.
         const Range range = share(matrix.panels(), part, parts);
         const std::size_t last = range.last * panel_columns;
+        std::vector<unsigned char> bytes(matrix.format == Format::i8 ? matrix.depth : 0);
         for (std::size_t c = range.first * panel_columns; c < matrix.columns && c < last; ++c) {
             const float *wide = static_cast<const float *>(source) + c * stride;
             const std::uint16_t *half = static_cast<const std::uint16_t *>(source) + c * stride;
@@ -89,7 +94,7 @@ void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned
                     pack_column<std::uint16_t, 1>(matrix, c, half, reinterpret_cast<std::uint16_t *>(packed));
                     break;
                 case Format::i8:
-                    quantise_column(matrix, c, wide, packed, scales);
+                    quantise_column(matrix, c, wide, packed, scales, bytes.data());
             }
         }
     });

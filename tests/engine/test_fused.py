@@ -61,7 +61,7 @@ def crowd(engine: Engine, prompt: tuple[int, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.requirement(46, 51)
 @pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("family", FUSED)
 def test_a_pass_has_the_bits_of_the_single_ops(
     family: str, precision: str, chunk: int, opened: Any, prompt: tuple[int, ...], passes: list[int]

@@ -17,6 +17,7 @@ from adapt_engine.runtime.memory import StepMeter, planned, storage_bytes
 from adapt_engine.weights.shards import ShardPlan
 
 from .conftest import FAMILIES
+from .test_kernels import needs_native
 
 
 def spec_of(directory: Path) -> ModelSpec:
@@ -25,7 +26,7 @@ def spec_of(directory: Path) -> ModelSpec:
 
 @pytest.mark.requirement(70)
 @pytest.mark.parametrize("layout", ["single", "sp2", "pp2", "dp2"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("int8", marks=needs_native)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_holds_what_was_planned_for_it(
     family: str, precision: str, layout: str, opened: Any, checkpoints: Callable[[str], Path]

@@ -7,6 +7,7 @@ of rows, number of threads and rank that holds whole segments adds in that order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,16 @@ from torch.utils._pytree import tree_map
 
 from ..weights.parameters import ParameterSpec
 
-__all__ = ["SEGMENT", "PackedMatrix", "Parameter", "pack_parameters", "segment_of", "storages_of"]
+__all__ = [
+    "SEGMENT",
+    "PackedMatrix",
+    "Parameter",
+    "bytes_of",
+    "quantisable",
+    "pack_parameters",
+    "segment_of",
+    "storages_of",
+]
 
 SEGMENT = 512
 """Depth elements of a segment along an axis that no layout cuts."""
@@ -138,16 +148,37 @@ def packable(parameter: ParameterSpec, tied: bool) -> bool:
     return tied or parameter.name != "embed"
 
 
+def quantisable(parameter: ParameterSpec) -> bool:
+    """Whether a precision of int8 concerns the parameter: matrices of products, but not the router's, which decide
+    discrete choices, nor an embedding table that is the head too."""
+    return packable(parameter, tied=False) and not parameter.fp32
+
+
+def bytes_of(parameter: ParameterSpec, shape: tuple[int, ...], element: int, quantised: bool) -> int:
+    """Bytes of a part of ``shape`` of a parameter, at ``element`` bytes a number where nothing else is said."""
+    if quantised:
+        return math.prod(shape) + torch.float32.itemsize * shape[0]
+    return math.prod(shape) * (torch.float32.itemsize if parameter.fp32 else element)
+
+
 def pack_parameters(
     module: ModuleType,
     parameters: dict[str, torch.Tensor],
     expected: Iterable[ParameterSpec],
     tied: bool,
+    quantise: bool,
 ) -> dict[str, Parameter]:
-    """``parameters`` (buffer -> tensor) with every matrix packed; empties the given ones, one by one."""
-    segments = {one.buffer: segment_of(one) for one in expected if packable(one, tied)}
+    """``parameters`` (buffer -> tensor) with every matrix packed; empties the given ones, one by one.
+
+    ``quantise``: as int8, where that concerns them.
+    """
+    packed = {one.buffer: one for one in expected if packable(one, tied)}
     found: dict[str, Parameter] = {}
     for name in list(parameters):
         tensor = parameters.pop(name)
-        found[name] = PackedMatrix(module, tensor, segments[name]) if name in segments and tensor.numel() else tensor
+        if name in packed and tensor.numel():
+            one = packed[name]
+            found[name] = PackedMatrix(module, tensor, segment_of(one), quantised=quantise and quantisable(one))
+        else:
+            found[name] = tensor
     return found

@@ -7,7 +7,6 @@ memory that a kernel takes and frees inside is not seen.
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import EngineError
+from ..kernels.packed import bytes_of, quantisable
 from ..kv.groups import groups_of
 from ..weights.shards import ShardPlan
-from .requests import DTYPES, EngineOptions
+from .requests import DTYPES, QUANTISED, EngineOptions
 
 __all__ = ["RankMemory", "StepMeter", "check_memory", "planned", "storage_bytes"]
 
@@ -48,8 +48,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def planned(plan: ShardPlan, options: EngineOptions, rank: int) -> RankMemory:
     """Weights and KV cache of ``rank``, from config.json alone."""
     element = DTYPES[options.precision].itemsize
+    small = options.precision in QUANTISED
     weights = sum(
-        math.prod(piece.part.shape) * (torch.float32.itemsize if piece.parameter.fp32 else element)
+        bytes_of(piece.parameter, piece.part.shape, element, small and quantisable(piece.parameter))
         for piece in plan.pieces(rank)
     )
     blocks = -(-options.cache_tokens // options.page_size)

@@ -16,6 +16,7 @@ from ..kernels.registry import MODES
 __all__ = [
     "DTYPES",
     "OPTION_RULES",
+    "QUANTISED",
     "REQUEST_RULES",
     "EngineOptions",
     "SequenceRequest",
@@ -25,7 +26,11 @@ __all__ = [
     "shown",
 ]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
+"""Precision -> dtype of what lies between products."""
+QUANTISED = frozenset({"int8"})
+"""Precisions whose matrices are held as int8, one scale for each output, and multiplied with rows brought to int8, one
+scale for each row. Embedding, norms, biases and router are as in the dtype above."""
 
 
 Rule = tuple[Callable[[Any], bool], str]

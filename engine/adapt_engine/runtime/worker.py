@@ -23,7 +23,7 @@ from ..weights.parameters import ShardSlice
 from ..weights.shards import ShardPlan
 from .memory import RankMemory, StepMeter, storage_bytes
 from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pack
-from .requests import DTYPES, EngineOptions
+from .requests import DTYPES, QUANTISED, EngineOptions
 from .taps import TapRecorder
 
 __all__ = ["Worker", "kernels_of"]
@@ -31,6 +31,9 @@ __all__ = ["Worker", "kernels_of"]
 
 def kernels_of(options: EngineOptions) -> KernelRegistry:
     """The ops that these options ask for. Raises EngineError where a mode needs what no kernel has."""
+    if options.precision in QUANTISED and not (options.native and native.load() is not None):
+        why = "the option native is off" if not options.native else "they are not built: install with a C++ compiler"
+        raise EngineError(f"precision {options.precision} needs the native kernels, and {why}; or use bf16")
     offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
     return KernelRegistry(offers, DTYPES[options.precision], options.mode)
 
@@ -81,7 +84,9 @@ class Worker:
         if module is not None:
             threads.follow()
             expected = (piece.parameter for piece in plan.pieces(comm.rank))
-            parameters = pack_parameters(module, loader.parameters, expected, plan.spec.tied)
+            parameters = pack_parameters(
+                module, loader.parameters, expected, plan.spec.tied, options.precision in QUANTISED
+            )
         return cls(plan, options, comm, loader, report, kernels, parameters)
 
     @torch.inference_mode()
