@@ -34,8 +34,14 @@ class Worker {
   public:
     Worker(const Kernels &kernels, const Heads &heads, const HeadRows &q, const HeadRows &k, const HeadRows &v,
            std::size_t length, Scratch::Scope &scratch)
-        : kernels_(kernels), heads_(heads), q_(q), k_(k), v_(v), length_(length),
-          share_(heads.heads / heads.kv_heads), stride_((heads.value_width + 15) / 16 * 16) {
+        : kernels_(kernels),
+          heads_(heads),
+          q_(q),
+          k_(k),
+          v_(v),
+          length_(length),
+          share_(heads.heads / heads.kv_heads),
+          stride_((heads.value_width + 15) / 16 * 16) {
         const Format format = format_of(k.type);
         keys_ = {format, chunk, heads.width, heads.width, nullptr, nullptr};
         values_ = {format, heads.value_width, chunk, chunk, nullptr, nullptr};
@@ -121,18 +127,17 @@ class Worker {
         if (position <= 0) return 0;
         if (!reading.k_positions) return std::min(reading.keys, static_cast<std::size_t>(position));
         return static_cast<std::size_t>(
-            std::lower_bound(reading.k_positions, reading.k_positions + reading.keys, position) -
-            reading.k_positions);
+            std::lower_bound(reading.k_positions, reading.k_positions + reading.keys, position) - reading.k_positions);
     }
 
     bool one_chunk(const Task &task, std::size_t begin, std::size_t rows, State &state) {
         const Reading &reading = *task.reading;
         const std::int64_t final = last_position(task), start = reading.q_positions[task.first];
         const std::size_t first = reached(reading, static_cast<std::int64_t>(begin));
-        const std::size_t last =
-            reached(reading, std::min(static_cast<std::int64_t>(begin + chunk), final + 1));
+        const std::size_t last = reached(reading, std::min(static_cast<std::int64_t>(begin + chunk), final + 1));
         if (last <= first) return false;
-        if (heads_.window && reached(reading, start - static_cast<std::int64_t>(heads_.window) + 1) >= last) return false;
+        if (heads_.window && reached(reading, start - static_cast<std::int64_t>(heads_.window) + 1) >= last)
+            return false;
         pack_keys(reading, task.group, first, last - first);
         pack_values(reading, task.group, first, last - first);
         const std::size_t tiles = tiles_of(kernels_, rows);
@@ -267,7 +272,8 @@ void attention(const Kernels &kernels, const Heads &heads, const HeadRows &q, co
                 const std::size_t rows = std::min(queries, readings[i].rows - first);
                 const auto last = static_cast<std::size_t>(readings[i].q_positions[first + rows - 1]);
                 const std::size_t runs = last / (chunk * length) + 1;
-                for (std::size_t run = 0; run < runs; ++run) tasks[total++] = {&readings[i], group, first, rows, run, runs};
+                for (std::size_t run = 0; run < runs; ++run)
+                    tasks[total++] = {&readings[i], group, first, rows, run, runs};
             }
 
     const std::size_t stride = (heads.value_width + 15) / 16 * 16;

@@ -119,15 +119,16 @@ class Bound {
         angles_ = {cosines, sines};
     }
 
-    // ids: tokens of all sequences; a span: positions [first, last) of one, the address of its ``last`` int64 slots, and
-    // the first position whose logits are wanted.
+    // ids: tokens of all sequences; a span: positions [first, last) of one, the address of its ``last`` int64 slots,
+    // and the first position whose logits are wanted.
     void step(const std::vector<std::int64_t> &ids, const std::vector<std::array<std::size_t, 4>> &spans,
               const Array &logits) const {
         if (!decoder_.head || (!decoder_.table && !decoder_.packed_table)) refuse("step", "needs a table and a head");
         check_layers();
         const std::size_t rows = ids.size(), room = room_of(), half = decoder_.layers[0].heads.width / 2;
         for (const std::int64_t id : ids)
-            if (id < 0 || static_cast<std::size_t>(id) >= vocab_) throw nb::index_error("ids: a token that is not there");
+            if (id < 0 || static_cast<std::size_t>(id) >= vocab_)
+                throw nb::index_error("ids: a token that is not there");
         adapt::Scratch::Scope scratch;
         std::int64_t *slots = scratch.take<std::int64_t>(rows), *positions = scratch.take<std::int64_t>(rows);
         std::int64_t *heads = scratch.take<std::int64_t>(rows);
@@ -203,8 +204,7 @@ class Bound {
         check_slots(pass.head_rows, pass.wanted, rows);
         if (logits) {
             if (!decoder_.head) refuse("logits", "this decoder has no head");
-            pass.logits =
-                const_cast<float *>(dense_of<float>("logits", *logits, pass.wanted, decoder_.head->columns));
+            pass.logits = const_cast<float *>(dense_of<float>("logits", *logits, pass.wanted, decoder_.head->columns));
         }
         nb::gil_scoped_release released;
         if (rows) decoder_.run(pass);
@@ -220,8 +220,7 @@ class Bound {
     }
     std::size_t room_of() const {
         std::size_t room = decoder_.layers[0].keys.slots;
-        for (const adapt::Layer &layer : decoder_.layers)
-            room = std::min({room, layer.keys.slots, layer.values.slots});
+        for (const adapt::Layer &layer : decoder_.layers) room = std::min({room, layer.keys.slots, layer.values.slots});
         return room;
     }
 
@@ -270,7 +269,8 @@ class Bound {
     }
 
     static void same_rows(const char *name, const adapt::Matrix &a, const adapt::Matrix &b) {
-        if (a.format != b.format || a.segment != b.segment) refuse(name, "format and segments must be those of the first");
+        if (a.format != b.format || a.segment != b.segment)
+            refuse(name, "format and segments must be those of the first");
     }
 
     adapt::Pages pages(const char *name, const Array &array) {

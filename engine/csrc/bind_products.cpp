@@ -100,7 +100,6 @@ void combine(const Constant &down, const Constant &weights, const Array &out, in
     if (rows) adapt::combine(kernels, in, factors, slots, down.shape(1), to);
 }
 
-
 void route(const Constant &logits, const Optional &bias, std::size_t groups, std::size_t kept, bool softmax,
            bool renormalise, float scale, const Array &scores, const Array &selection, const Array &ids,
            const Array &weights, int level) {
@@ -147,7 +146,8 @@ void attention(const Constant &q, const Constant &k, const Constant &v, const Co
     const adapt::HeadRows queries = heads_of("q", q), keys = heads_of("k", k), values = heads_of("v", v);
     const std::size_t rows = q.shape(0), heads = q.shape(1), groups = k.shape(1), width = q.shape(2);
     if (queries.type != keys.type || values.type != keys.type) refuse("k", "q, k and v must have one dtype");
-    if (!groups || heads % groups || v.shape(1) != groups) refuse("k", "its heads must divide those of q and be those of v");
+    if (!groups || heads % groups || v.shape(1) != groups)
+        refuse("k", "its heads must divide those of q and be those of v");
     if (!width || k.shape(2) != width || !v.shape(2)) refuse("k", "heads must be as wide as those of q, and not empty");
     if (v.shape(0) != k.shape(0)) refuse("v", "must have a row for each row of k");
     const std::int64_t *asking = row_of_ids("q_positions", q_positions, rows);

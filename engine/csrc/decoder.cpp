@@ -27,12 +27,15 @@ char *at(void *data, std::size_t bytes) { return static_cast<char *>(data) + byt
 void Decoder::normalise(const void *x, const void *weight, float eps, std::size_t rows, std::size_t width,
                         void *out) const {
     const std::size_t row = width * bytes_of(type_);
-    each_row(rows, [&](std::size_t i) { kernels_.rows.rms_norm(type_, at(x, i * row), weight, at(out, i * row), width, eps); });
+    each_row(rows, [&](std::size_t i) {
+        kernels_.rows.rms_norm(type_, at(x, i * row), weight, at(out, i * row), width, eps);
+    });
 }
 
 void Decoder::add(void *x, const void *y, std::size_t rows) const {
     const std::size_t row = hidden_ * bytes_of(type_);
-    each_row(rows, [&](std::size_t i) { kernels_.rows.add(type_, at(x, i * row), at(y, i * row), at(x, i * row), hidden_); });
+    each_row(rows,
+             [&](std::size_t i) { kernels_.rows.add(type_, at(x, i * row), at(y, i * row), at(x, i * row), hidden_); });
 }
 
 void Decoder::attend(const Layer &layer, const Pass &pass, const void *normed, void *out) const {
@@ -106,7 +109,8 @@ void Decoder::feed_forward(const Layer &layer, const Pass &pass, const void *nor
 void Decoder::embed(const std::int64_t *ids, std::size_t rows, void *x) const {
     if (packed_table) return unpack(*packed_table, ids, rows, x, hidden_);
     const std::size_t row = hidden_ * bytes_of(type_);
-    for (std::size_t i = 0; i < rows; ++i) std::memcpy(at(x, i * row), at(table, static_cast<std::size_t>(ids[i]) * row), row);
+    for (std::size_t i = 0; i < rows; ++i)
+        std::memcpy(at(x, i * row), at(table, static_cast<std::size_t>(ids[i]) * row), row);
 }
 
 void Decoder::run(const Pass &pass) const {

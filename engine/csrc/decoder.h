@@ -44,13 +44,13 @@ struct Layer {
 struct Pass {
     std::size_t rows;
     void *x;
-    const std::int64_t *slots;        // [rows]: where keys and values go
-    const float *cosines, *sines;     // [rows, rotated width / 2]
+    const std::int64_t *slots;     // [rows]: where keys and values go
+    const float *cosines, *sines;  // [rows, rotated width / 2]
     const Reading *readings;
     std::size_t sequences;
-    const std::int64_t *head_rows;    // rows whose logits are wanted
+    const std::int64_t *head_rows;  // rows whose logits are wanted
     std::size_t wanted;
-    float *logits;                    // [wanted, vocabulary]; null: none
+    float *logits;  // [wanted, vocabulary]; null: none
 };
 
 class Decoder {

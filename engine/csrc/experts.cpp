@@ -136,8 +136,7 @@ void expert_rows(const Kernels &kernels, const Input &x, const std::int64_t *ids
             each_tile(kernels, d, panel, leaving, range, [&](std::size_t i, const float *found) {
                 kernels.rows.finish(out.type, found, d.scales ? d.scales + column : nullptr,
                                     leaving.scales ? leaving.scales[i] : 1.0f, nullptr,
-                                    static_cast<char *>(out.row(groups.order[i])) + column * bytes_of(out.type),
-                                    width);
+                                    static_cast<char *>(out.row(groups.order[i])) + column * bytes_of(out.type), width);
             });
         });
     });

@@ -81,11 +81,10 @@ void linear(const Kernels &kernels, const Input &x, const Product *products, std
                 const std::size_t panel = unit / pieces - before, column = panel * panel_columns;
                 const Range own = share(x.rows, static_cast<int>(unit % pieces), static_cast<int>(pieces));
                 each_tile(kernels, matrix, panel, ready, own, [&](std::size_t row, const float *sums) {
-                    kernels.rows.finish(one->out.type, sums, matrix.scales ? matrix.scales + column : nullptr,
-                                        ready.scales ? ready.scales[row] : 1.0f,
-                                        one->bias ? one->bias + column : nullptr,
-                                        static_cast<char *>(one->out.row(row)) + column * bytes_of(one->out.type),
-                                        matrix.width(panel));
+                    kernels.rows.finish(
+                        one->out.type, sums, matrix.scales ? matrix.scales + column : nullptr,
+                        ready.scales ? ready.scales[row] : 1.0f, one->bias ? one->bias + column : nullptr,
+                        static_cast<char *>(one->out.row(row)) + column * bytes_of(one->out.type), matrix.width(panel));
                 });
             }
             before = last;

@@ -35,17 +35,15 @@ void copy(T *to, const T *from, std::size_t size) {
 
 template <class T, std::size_t group>
 void pack_column(const Matrix &matrix, std::size_t column, const T *source, T *packed) {
-    each_run(matrix, column, [&](std::size_t k, std::size_t size, std::size_t at) {
-        copy<T, group>(packed + at, source + k, size);
-    });
+    each_run(matrix, column,
+             [&](std::size_t k, std::size_t size, std::size_t at) { copy<T, group>(packed + at, source + k, size); });
 }
 
 template <class T, std::size_t group>
 void unpack_column(const Matrix &matrix, std::size_t column, T *out) {
     const T *data = reinterpret_cast<const T *>(matrix.data);
-    each_run(matrix, column, [&](std::size_t k, std::size_t size, std::size_t at) {
-        copy<T, group>(out + k, data + at, size);
-    });
+    each_run(matrix, column,
+             [&](std::size_t k, std::size_t size, std::size_t at) { copy<T, group>(out + k, data + at, size); });
 }
 
 void quantise_column(const Matrix &matrix, std::size_t column, const float *source, unsigned char *packed,

@@ -22,9 +22,7 @@ enum class Format { f32, bf16, f16, i8 };
 
 constexpr std::size_t panel_columns = 64;
 
-inline std::size_t element_bytes(Format format) {
-    return format == Format::f32 ? 4 : format == Format::i8 ? 1 : 2;
-}
+inline std::size_t element_bytes(Format format) { return format == Format::f32 ? 4 : format == Format::i8 ? 1 : 2; }
 
 inline std::size_t group_of(Format format) { return format == Format::bf16 ? 2 : format == Format::i8 ? 4 : 1; }
 
@@ -43,9 +41,7 @@ struct Matrix {
         const std::size_t left = columns - panel * panel_columns;
         return left < panel_columns ? left : panel_columns;
     }
-    std::size_t panel_offset(std::size_t panel) const {
-        return panel * panel_columns * depth * element_bytes(format);
-    }
+    std::size_t panel_offset(std::size_t panel) const { return panel * panel_columns * depth * element_bytes(format); }
 };
 
 // Write ``source`` (rows of ``stride`` elements, one a column of the matrix, of the matrix's own format; int8 from

@@ -26,7 +26,6 @@ bool has_level(int level) {
     return false;
 }
 
-
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     if (has_level(level_avx512)) names.emplace_back("avx512");
@@ -52,8 +51,10 @@ adapt::Kernels kernels_at(int level) {
 NB_MODULE(_native, m) {
     namespace nb = nanobind;
     m.doc() = "Kernels of adapt-engine. Arrays are never converted or copied; a mismatch raises.";
-    m.def("supported_isas", &adapt_python::supported_isas, "Instruction sets that this CPU and build can run, best first.");
-    m.def("set_threads", &adapt::set_threads, nb::arg("count"), "Threads that later calls of this process use, at least 1.");
+    m.def("supported_isas", &adapt_python::supported_isas,
+          "Instruction sets that this CPU and build can run, best first.");
+    m.def("set_threads", &adapt::set_threads, nb::arg("count"),
+          "Threads that later calls of this process use, at least 1.");
     m.def("threads", &adapt::threads, "Threads that calls use.");
     adapt_python::bind_rows(m);
     adapt_python::bind_products(m);

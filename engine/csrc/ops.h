@@ -20,9 +20,7 @@ struct Input {
     Type type;
     const void *data;
     std::size_t rows, stride;
-    const void *row(std::size_t i) const {
-        return static_cast<const char *>(data) + i * stride * bytes_of(type);
-    }
+    const void *row(std::size_t i) const { return static_cast<const char *>(data) + i * stride * bytes_of(type); }
 };
 struct Output {
     Type type;

@@ -13,7 +13,8 @@ int threads();
 using Part = void (*)(void *job, int part, int parts);
 
 // part(job, i, parts) for every i < parts, on as many threads; returns when all are done. Where a job is being
-// computed already, by another thread or around this one, the caller computes all parts itself, one after the other: the same parts, the same results.
+// computed already, by another thread or around this one, the caller computes all parts itself, one after the other:
+// the same parts, the same results.
 void run_parts(int parts, Part part, void *job);
 
 // f(part, parts) on ``parts`` threads.

@@ -54,9 +54,7 @@ struct Avx2 {
             const Whole raw = bytes_at<part>(p, columns * 4);
             return {_mm256_castsi256_ps(raw.low), _mm256_castsi256_ps(raw.high)};
         }
-        static __m256 spread(const void *x, std::size_t k) {
-            return _mm256_set1_ps(static_cast<const float *>(x)[k]);
-        }
+        static __m256 spread(const void *x, std::size_t k) { return _mm256_set1_ps(static_cast<const float *>(x)[k]); }
         static Sum dot(Sum sum, Raw raw, __m256 x) {
             return {_mm256_fmadd_ps(raw.low, x, sum.low), _mm256_fmadd_ps(raw.high, x, sum.high)};
         }
@@ -96,7 +94,9 @@ struct Avx2 {
             sum = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(raw, upper)), x.odd, sum);
             return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)), x.even, sum);
         }
-        static Sum dot(Sum sum, Raw raw, const Pair &x) { return {both(sum.low, raw.low, x), both(sum.high, raw.high, x)}; }
+        static Sum dot(Sum sum, Raw raw, const Pair &x) {
+            return {both(sum.low, raw.low, x), both(sum.high, raw.high, x)};
+        }
         static Raw load_tail(const unsigned char *p, std::size_t, std::size_t columns) {
             alignas(32) unsigned char padded[64] = {};
             for (std::size_t c = 0; c < columns; ++c) std::memcpy(padded + 4 * c, p + 2 * c, 2);
@@ -135,10 +135,12 @@ struct Avx2 {
         }
         static __m256i four(__m256i sum, __m256i raw, const Quad &x) {
             const __m256i even = _mm256_and_si256(raw, _mm256_set1_epi32(0x00ff00ff)), odd = _mm256_srli_epi16(raw, 8);
-            return _mm256_add_epi32(
-                sum, _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd)));
+            return _mm256_add_epi32(sum,
+                                    _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd)));
         }
-        static Sum dot(Sum sum, Raw raw, const Quad &x) { return {four(sum.low, raw.low, x), four(sum.high, raw.high, x)}; }
+        static Sum dot(Sum sum, Raw raw, const Quad &x) {
+            return {four(sum.low, raw.low, x), four(sum.high, raw.high, x)};
+        }
         static Raw load_tail(const unsigned char *p, std::size_t count, std::size_t columns) {
             alignas(32) unsigned char padded[64] = {};
             for (std::size_t c = 0; c < columns; ++c) std::memcpy(padded + 4 * c, p + c * count, count);

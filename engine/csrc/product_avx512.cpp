@@ -70,9 +70,7 @@ struct Avx512 {
         static Raw load(const unsigned char *p, std::size_t columns) {
             return part ? _mm512_maskz_loadu_ps(first(columns), p) : _mm512_loadu_ps(p);
         }
-        static __m512 spread(const void *x, std::size_t k) {
-            return _mm512_set1_ps(static_cast<const float *>(x)[k]);
-        }
+        static __m512 spread(const void *x, std::size_t k) { return _mm512_set1_ps(static_cast<const float *>(x)[k]); }
         static Sum dot(Sum sum, Raw raw, __m512 x) { return _mm512_fmadd_ps(raw, x, sum); }
         static Raw load_tail(const unsigned char *, std::size_t, std::size_t) { return _mm512_setzero_ps(); }
         static __m512 spread_tail(const void *, std::size_t, std::size_t) { return _mm512_setzero_ps(); }
@@ -113,7 +111,9 @@ struct Avx512 {
         using Sum = __m512i;
         using Raw = __m512i;
         static constexpr std::size_t group = 4, bytes = 1;
-        static Sum begin(const std::int32_t *sums, std::size_t segment) { return _mm512_set1_epi32(-128 * sums[segment]); }
+        static Sum begin(const std::int32_t *sums, std::size_t segment) {
+            return _mm512_set1_epi32(-128 * sums[segment]);
+        }
         static __m512 value(Sum sum) { return _mm512_cvtepi32_ps(sum); }
         template <bool part>
         static Raw load(const unsigned char *p, std::size_t columns) {

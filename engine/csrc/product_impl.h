@@ -43,7 +43,8 @@ template <class F, int R, int V, bool partial>
 __attribute__((noinline)) void add_tail(const unsigned char *data, std::size_t tail, std::size_t columns,
                                         const void *const *x, std::size_t k, typename F::Sum *sums) {
     for (int v = 0; v < V; ++v) {
-        const auto raw = F::load_tail(data + v * lanes * tail * F::bytes, tail, partial && v == V - 1 ? columns : lanes);
+        const auto raw =
+            F::load_tail(data + v * lanes * tail * F::bytes, tail, partial && v == V - 1 ? columns : lanes);
         for (int r = 0; r < R; ++r) sums[r * V + v] = F::dot(sums[r * V + v], raw, F::spread_tail(x[r], k, tail));
     }
 }
@@ -51,8 +52,8 @@ __attribute__((noinline)) void add_tail(const unsigned char *data, std::size_t t
 // One segment of one row tile: adds its products to sum.
 template <class I, class F, int R, int V, bool partial>
 ADAPT_INLINE void segment_of(const unsigned char *&data, std::size_t width, std::size_t first, std::size_t columns,
-                       const void *const *x, std::size_t begin, std::size_t length, Advance &advance,
-                       typename F::Sum (&sum)[R][V]) {
+                             const void *const *x, std::size_t begin, std::size_t length, Advance &advance,
+                             typename F::Sum (&sum)[R][V]) {
     const std::size_t groups = length / F::group, tail = length % F::group;
     const std::size_t step = width * F::group * F::bytes;
     const unsigned char *at = data + first * F::group * F::bytes, *soon = advance.at;
@@ -158,8 +159,7 @@ void rows_of(const Matrix &matrix, std::size_t panel, const void *const *x, cons
             return vectors_of<I, F, R, 3, true>(matrix, panel, first, columns, x, sums, turn, turns, out);
     }
     if constexpr (V >= 2)
-        if (left > lanes)
-            return vectors_of<I, F, R, 2, true>(matrix, panel, first, columns, x, sums, turn, turns, out);
+        if (left > lanes) return vectors_of<I, F, R, 2, true>(matrix, panel, first, columns, x, sums, turn, turns, out);
     vectors_of<I, F, R, 1, true>(matrix, panel, first, columns, x, sums, turn, turns, out);
 }
 
@@ -289,7 +289,8 @@ inline void transpose_plainly(const void *const *rows, std::size_t offset, unsig
 
 template <class I>
 ProductKernels products_over() {
-    return ProductKernels{I::most_rows, I::block_rows, &tile_any<I>, &transpose_rows<I>, &interleave_rows<I>, &multiply_any<I>, &read_all<I>};
+    return ProductKernels{I::most_rows,        I::block_rows,    &tile_any<I>, &transpose_rows<I>,
+                          &interleave_rows<I>, &multiply_any<I>, &read_all<I>};
 }
 
 }  // namespace

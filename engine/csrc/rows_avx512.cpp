@@ -39,7 +39,9 @@ struct Avx512 {
     friend Avx512 operator*(Avx512 a, Avx512 b) { return {_mm512_mul_ps(a.value, b.value)}; }
 };
 
-ADAPT_INLINE Avx512 widen_bf16(__m256i raw) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))}; }
+ADAPT_INLINE Avx512 widen_bf16(__m256i raw) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
 
 ADAPT_INLINE __m256i narrow_bf16(__m512 value) {
     const __m512i bits = _mm512_castps_si512(value);
@@ -51,7 +53,9 @@ ADAPT_INLINE __m256i narrow_bf16(__m512 value) {
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
 }
 
-ADAPT_INLINE __m256i narrow_f16(__m512 value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+ADAPT_INLINE __m256i narrow_f16(__m512 value) {
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 
 ADAPT_INLINE __m256i half_at(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 ADAPT_INLINE void put_half(void *p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i *>(p), v); }

@@ -128,7 +128,8 @@ void finish_row(const float *sums, const float *scales, float scale, const float
 
 template <class V, class T>
 void widen_row(const T *x, float *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) { put(take<V>(x + i, n), out + i, n); });
+    each_vector<V>(width, [&](std::size_t i, std::size_t n)
+                              __attribute__((always_inline)) { put(take<V>(x + i, n), out + i, n); });
 }
 
 template <class V, class T>
@@ -142,7 +143,9 @@ void combine_row(const T *const *rows, const float *weights, std::size_t count, 
 
 template <class V, class T>
 void add_row(const T *a, const T *b, T *out, std::size_t width) {
-    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) { put(take<V>(a + i, n) + take<V>(b + i, n), out + i, n); });
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
+        put(take<V>(a + i, n) + take<V>(b + i, n), out + i, n);
+    });
 }
 
 // Plain loops that every compiler turns into vectors: magnitudes are compared as integers, rounding is an addition.
