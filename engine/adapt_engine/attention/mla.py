@@ -52,7 +52,7 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
             "scale": scale,
             "window": spec.window,
         }
-        few = (span.stop - span.start) * _FEW_ROWS <= span.known
+        few = ops.strict or (span.stop - span.start) * _FEW_ROWS <= span.known
         attend_span = absorbed if few else expanded
         return attend_span(step.ops, spec, weights, queries, latents, turned, partial(read, **settings))
 

@@ -66,9 +66,9 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(2) == 1 or not x.numel() else x.contiguous()
 
 
-def _one_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether the kernel serves it: one dtype, and at most one key at a position."""
-    return q.dtype == k.dtype == v.dtype and bool((positions[1:] > positions[:-1]).all())
+def _ascending(positions: torch.Tensor) -> bool:
+    """Whether there is at most one key at a position, which is what the kernel has room for."""
+    return bool((positions[1:] > positions[:-1]).all())
 
 
 def _packed(module: ModuleType, weight: Parameter) -> PackedMatrix:
@@ -147,6 +147,13 @@ class _Kernels:
         )
         return Routing(scores, selection, ids, weights)
 
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In float32, head by head; every head's matrix is packed for the call."""
+        out = torch.empty((*x.shape[:2], weight.shape[1]))
+        for head in range(x.shape[1]):
+            out[:, head] = self._product(x[:, head], weight[head].float(), None, torch.float32)
+        return out
+
     def sample(
         self, logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, seed: int, position: int
     ) -> int:
@@ -201,10 +208,11 @@ class _Kernels:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        if not _one_kind(q, k, v, k_positions):
+        if not _ascending(k_positions):
             return reference.attention(
                 q, k, v, q_positions=q_positions, k_positions=k_positions, scale=scale, window=window
             )
+        k, v = k.to(q.dtype), v.to(q.dtype)
         return self._attend(q, k, v, q_positions, k_positions, scale, window, q.dtype, None)
 
     def attention_partial(
@@ -218,10 +226,11 @@ class _Kernels:
         scale: float,
         window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _one_kind(q, k, v, k_positions):
+        if not _ascending(k_positions):
             return reference.attention_partial(
                 q, k, v, q_positions=q_positions, k_positions=k_positions, scale=scale, window=window
             )
+        k, v = k.to(q.dtype), v.to(q.dtype)
         weights = torch.empty(q.shape[:2])
         context = self._attend(q, k, v, q_positions, k_positions, scale, window, torch.float32, weights)
         return context, weights
@@ -313,6 +322,8 @@ def offers() -> list[Implementation]:
     name = f"native-{level}"
     return [
         *(Implementation(op, name, call, every, traits, priority=10) for op, call in plain.items()),
+        # torch's batched product is quicker, but depends on the number of rows: for mode strict only.
+        Implementation("head_linear", name, kernels.head_linear, every, traits, priority=-1),
         *(
             Implementation(op, name, make, every, traits, priority=10, composite=True, fuses=parts)
             for op, (make, parts) in fused.items()

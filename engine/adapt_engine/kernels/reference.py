@@ -399,6 +399,7 @@ def offers() -> list[Implementation]:
     plain = [Implementation(op, "reference", call, dtypes, traits) for op, call, dtypes, traits in table]
     return [
         *plain,
-        Implementation("expert_rows", "reference", make_expert_rows, every, composite=True),
-        Implementation("experts", "reference", make_experts, every, composite=True),
+        # Row by row they only call other ops, which a mode asks for the same traits.
+        Implementation("expert_rows", "reference", make_expert_rows, every, rowwise, composite=True),
+        Implementation("experts", "reference", make_experts, every, rowwise, composite=True),
     ]

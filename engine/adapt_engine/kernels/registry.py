@@ -79,6 +79,8 @@ class Implementation:
 class Ops:
     """The resolved ops of one engine, as attributes. Model code calls ``ops.linear(...)``."""
 
+    strict: bool
+    """Mode strict: of several ways to compute a thing, the same one is to be taken however many rows there are."""
     embedding: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
@@ -124,17 +126,22 @@ class WrapHandle:
 class KernelRegistry:
     """Implementations on offer, the ones chosen for one (dtype, mode), and wrappers around them.
 
-    Parameters: the implementations to choose from, the engine's dtype and its mode. Raises EngineError for
-    an unknown mode or an op that nothing on offer can serve with the traits that the mode requires.
+    Parameters: the implementations to choose from, the engine's dtype and its mode, and the ops that this engine never
+    calls, which need no traits. Raises EngineError for an unknown mode or an op that nothing on offer can serve with
+    the traits that the mode requires.
     """
 
-    def __init__(self, offers: Iterable[Implementation], dtype: torch.dtype, mode: str) -> None:
+    def __init__(
+        self, offers: Iterable[Implementation], dtype: torch.dtype, mode: str, unused: frozenset[str] = frozenset()
+    ) -> None:
         if mode not in MODES:
             raise EngineError(f"option mode: {mode!r} is not one of {', '.join(MODES)}")
         self.dtype = dtype
         self.mode = mode
+        self._unused = unused
         self.layer: int | None = None
         self.ops = Ops()
+        self.ops.strict = mode == "strict"
         self._chosen: dict[str, Implementation] = {}
         self._apart: dict[str, Implementation] = {}
         self._wrappers: dict[str, list[Callable[..., Any]]] = {op: [] for op in OPS}
@@ -148,14 +155,14 @@ class KernelRegistry:
 
     def _resolve(self, op: str, offers: list[Implementation]) -> Implementation:
         serving = [offer for offer in offers if offer.op == op and self.dtype in offer.dtypes]
-        required = MODES[self.mode]
+        required = MODES["fast" if op in self._unused else self.mode]
         fit = [offer for offer in serving if required <= offer.traits]
         if not fit:
             have = ", ".join(offer.name for offer in serving) or "none"
             needed = ", ".join(sorted(required)) or "an implementation"
             raise EngineError(
                 f"mode {self.mode}: op {op} in {self.dtype} needs {needed}, "
-                f"implementations there are: {have}; use mode fast"
+                f"implementations there are: {have}; build the native kernels, or use mode fast"
             )
         return max(fit, key=lambda offer: offer.priority)
 

@@ -14,6 +14,7 @@ from ..errors import EngineError
 from ..kernels import KernelRegistry, native, reference, sdpa
 from ..kernels.packed import Parameter, pack_parameters, storages_of
 from ..kv.cache import PagedCache
+from ..layout import Layout
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
 from ..model.transformer import Transformer
@@ -35,7 +36,16 @@ def kernels_of(options: EngineOptions) -> KernelRegistry:
         why = "the option native is off" if not options.native else "they are not built: install with a C++ compiler"
         raise EngineError(f"precision {options.precision} needs the native kernels, and {why}; or use bf16")
     offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
-    return KernelRegistry(offers, DTYPES[options.precision], options.mode)
+    layout = Layout.parse(options.layout)
+    if options.mode == "strict":
+        cut = [axis for axis in ("tp", "sp", "etp") if getattr(layout, axis) > 1]
+        if cut:
+            raise EngineError(
+                f"mode strict: layout {layout} adds up over {' and '.join(cut)}, and those sums are in no canonical "
+                "order yet; use layouts of pp, ep and dp, or mode fast"
+            )
+    unused = frozenset() if layout.sp > 1 else frozenset({"attention_partial", "attention_merge"})
+    return KernelRegistry(offers, DTYPES[options.precision], options.mode, unused)
 
 
 class Worker:
