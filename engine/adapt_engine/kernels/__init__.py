@@ -4,7 +4,8 @@ Seams
 -----
 Whatever an outside party wants to observe or replace has one coarse place to do it, and costs nothing
 while it does not. Shapes: T tokens of one step (all sequences packed), h hidden, H query heads, G
-key-value heads, d head width, E experts, k chosen experts, V vocabulary; "dtype" is the engine's precision.
+key-value heads, d head width, E experts, k chosen experts, V vocabulary; "dtype" is the engine's precision. With native
+kernels a weight matrix is a `packed.PackedMatrix`: pass it on, or treat it as the tensor that it stands for.
 
 Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns the replacement of ``call``)::
 
@@ -37,6 +38,9 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
     lm_head(x, weight) -> float32 [T, V]
     sample(logits, *, temperature, top_k, top_p, seed, position) -> int
                                                            logits float32 [V]; position of the token drawn
+
+An op that computes others itself (`Implementation.fuses`), and the native call that computes a whole pass
+(`adapt_engine.model.fused`), give way to the single ops as soon as one of these is wrapped or a method below is replaced.
 
 Every rank has a registry of its own (``engine.executor.registries``); ``engine.executor.running`` is the pair
 (rank, layer) being computed, its layer None outside the layers, for wrappers that concern one of them only.
