@@ -40,7 +40,8 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
                                                            logits float32 [V]; position of the token drawn
 
 An op that computes others itself (`Implementation.fuses`), and the native call that computes a whole pass
-(`adapt_engine.model.fused`), give way to the single ops as soon as one of these is wrapped or a method below is replaced.
+(`adapt_engine.model.fused`), give way to the single ops as soon as one of these is wrapped or a method below is
+replaced.
 
 Every rank has a registry of its own (``engine.executor.registries``); ``engine.executor.running`` is the pair
 (rank, layer) being computed, its layer None outside the layers, for wrappers that concern one of them only.
