@@ -58,30 +58,11 @@ void rotate(const Constant &x, const Constant &cosines, const Constant &sines, c
 }
 
 // The largest logit's index, the lowest among equals; -1 where one is not finite.
-std::int64_t greedy(const Constant &logits) {
+std::int64_t greedy(const Constant &logits, int level) {
     if (logits.ndim() != 1 || logits.dtype() != nb::dtype<float>() || (logits.shape(0) > 1 && logits.stride(0) != 1) ||
         !logits.shape(0))
         refuse("logits", "must be one dense row of float32");
-    const float *values = static_cast<const float *>(logits.data());
-    const std::size_t count = logits.shape(0);
-    // Two plain passes, which compilers turn into vectors: magnitudes as integers, then the largest value.
-    std::uint32_t magnitude = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t own = adapt::float_to_bits(values[i]) & 0x7fffffffu;
-        magnitude = own > magnitude ? own : magnitude;
-    }
-    if (magnitude >= 0x7f800000u) return -1;
-    std::int32_t largest = INT32_MIN;
-    for (std::size_t i = 0; i < count; ++i) {
-        // The order of finite floats as integers, both zeros alike.
-        const auto bits = static_cast<std::int32_t>(adapt::float_to_bits(values[i] + 0.0f));
-        const std::int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
-        largest = ordered > largest ? ordered : largest;
-    }
-    const float top = adapt::bits_to_float(static_cast<std::uint32_t>(largest ^ ((largest >> 31) & 0x7fffffff)));
-    std::size_t found = 0;
-    while (values[found] != top) ++found;
-    return static_cast<std::int64_t>(found);
+    return kernels_at(level).rows.greedy(static_cast<const float *>(logits.data()), logits.shape(0));
 }
 
 }  // namespace
@@ -92,7 +73,7 @@ void bind_rows(nb::module_ &m) {
           "out[T, n] = x / sqrt(mean(x^2) + eps) * weight[n]; level 0 avx512, 1 avx2, 2 scalar.");
     m.def("swiglu", &swiglu, nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("out").noconvert(),
           nb::arg("level"), "out[T, n] = silu(gate) * up.");
-    m.def("greedy", &greedy, nb::arg("logits").noconvert(),
+    m.def("greedy", &greedy, nb::arg("logits").noconvert(), nb::arg("level"),
           "Index of the largest of float32 logits[V], the lowest among equals; -1 where one is not finite.");
     m.def("rotate", &rotate, nb::arg("x").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert(),
           nb::arg("out").noconvert(), nb::arg("level"),

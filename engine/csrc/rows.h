@@ -29,6 +29,8 @@ struct RowKernels {
     // Of float32 logits; NaN or infinity anywhere makes a softmax row NaN.
     void (*softmax)(const float *logits, float *out, std::size_t width);
     void (*sigmoid)(const float *logits, float *out, std::size_t width);
+    // Index of the largest, the lowest among equals; -1 where one is not finite.
+    std::int64_t (*greedy)(const float *logits, std::size_t width);
     // Attention. Scores of keys [low, high) times scale, in pieces of 64 that lie ``stride`` apart: their largest, the
     // exponentials against it as ``type`` [depth] with zeros for all other keys, and the sum of those. Spoils scores.
     void (*shares)(Type type, float *scores, std::size_t stride, std::size_t low, std::size_t high, std::size_t depth,

@@ -204,6 +204,30 @@ void sigmoid_row(const float *logits, float *out, std::size_t width) {
     });
 }
 
+template <class V>
+std::int64_t greedy_row(const float *logits, std::size_t width) {
+    const std::size_t whole = width / V::width * V::width;
+    // Zero times what is not finite is NaN, and stays.
+    V top = V::set(-INFINITY), doubt = V::zero();
+    const V nothing = V::zero();
+    for (std::size_t i = 0; i < whole; i += V::width) {
+        const V v = V::template load<float>(logits + i);
+        top = V::larger(top, v);
+        doubt = doubt + v * nothing;
+    }
+    float lane[V::width], most = -INFINITY, bad = doubt.sum();
+    top.template store<float>(lane);
+    for (std::size_t i = 0; i < V::width; ++i) most = lane[i] > most ? lane[i] : most;
+    for (std::size_t i = whole; i < width; ++i) {
+        most = logits[i] > most ? logits[i] : most;
+        bad += logits[i] * 0.0f;
+    }
+    if (!(bad == 0.0f)) return -1;
+    std::size_t found = 0;
+    while (logits[found] != most) ++found;
+    return static_cast<std::int64_t>(found);
+}
+
 // exp in a float32 that no vector surrounds, with the same bits as in one.
 template <class V>
 float exp_one(float x) {
@@ -338,6 +362,7 @@ RowKernels kernels_over() {
     };
     k.softmax = &softmax_row<V>;
     k.sigmoid = &sigmoid_row<V>;
+    k.greedy = &greedy_row<V>;
     k.shares = [](Type type, float *scores, std::size_t stride, std::size_t low, std::size_t high, std::size_t depth,
                   float scale, void *out, float *largest, float *sum) {
         visit(type, [=](auto t) {

@@ -121,6 +121,24 @@ def test_no_rows_with_gaps_between_elements_are_no_rows(op: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("level", range(3))
+def test_the_largest_logit_is_found_and_ties_go_to_the_lowest(level: int) -> None:
+    module = native.load()
+    if ("avx512", "avx2", "scalar")[level] not in module.supported_isas():
+        pytest.skip("this CPU lacks it")
+    torch.manual_seed(20)
+    for width in (*WIDTHS, 1000):
+        logits = torch.randint(-3, 3, (width,)).float()
+        assert module.greedy(logits, level) == int((logits == logits.max()).nonzero()[0])
+        zeros = torch.tensor([0.0, -0.0] * width)[1 : width + 1] - 0.0
+        assert module.greedy(zeros, level) == 0
+        for poison in (math.nan, math.inf, -math.inf):
+            broken = logits.clone()
+            broken[width // 2] = poison
+            assert module.greedy(broken, level) == -1
+
+
+@needs_native
 def test_native_module_refuses_what_it_would_have_to_convert() -> None:
     module = native.load()
     x, weight, out = torch.ones(3, 5), torch.ones(5), torch.empty(3, 5)

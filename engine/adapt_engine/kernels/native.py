@@ -157,7 +157,7 @@ class _Kernels:
     def sample(
         self, logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, seed: int, position: int
     ) -> int:
-        if temperature == 0 and (drawn := int(self._module.greedy(logits.contiguous()))) >= 0:
+        if temperature == 0 and (drawn := int(self._module.greedy(logits.contiguous(), self._level))) >= 0:
             return drawn
         return sampling.sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, position=position)
 
