@@ -131,11 +131,12 @@ def _in_turn(runs: list[Callable[[], object]]) -> Callable[[], object]:
 def _products(module: ModuleType, level: int, shape: Shape) -> Iterator[_Case]:
     weight = torch.randn(shape.vocab, shape.hidden)
     for name, dtype, quantised in (("bf16", torch.bfloat16, False), ("int8", torch.bfloat16, True)):
-        matrix = PackedMatrix(module, weight.to(dtype), SEGMENT, quantised=quantised)
-        size = matrix.storage.nbytes
+        # Several of them, so that none is found in a cache again.
+        matrices = [PackedMatrix(module, weight.to(dtype), SEGMENT, quantised=quantised) for _ in range(4)]
+        size = matrices[0].storage.nbytes
         for rows in (1, 8):
             x, out = torch.randn(rows, shape.hidden).to(dtype), torch.empty((rows, shape.vocab), dtype=dtype)
-            run = _linear(module, level, x, matrix, out)
+            run = _in_turn([_linear(module, level, x, matrix, out) for matrix in matrices])
             yield _Case(f"product {name}, {rows} rows", run, size, "read")
         x, out = torch.randn(512, shape.hidden).to(dtype), torch.empty((512, 4096), dtype=dtype)
         part = PackedMatrix(module, weight[:4096].to(dtype), SEGMENT, quantised=quantised)

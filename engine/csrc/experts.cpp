@@ -103,7 +103,6 @@ void expert_rows(const Kernels &kernels, const Input &x, const std::int64_t *ids
             const std::size_t length = groups.offsets[expert + 1] - groups.offsets[expert];
             // Both halves of a tile, while the activations that they came from are at hand.
             alignas(64) float halves[2][most_tile_rows * panel_columns];
-            alignas(64) char rounded[2][panel_columns * sizeof(float)];
             const std::size_t tiles = tiles_of(kernels, length);
             for (std::size_t t = 0; t < tiles; ++t) {
                 const Range tile = share(length, static_cast<int>(t), static_cast<int>(tiles));
@@ -111,15 +110,10 @@ void expert_rows(const Kernels &kernels, const Input &x, const std::int64_t *ids
                 const std::int32_t *const *tile_sums = sums ? sums + first : nullptr;
                 kernels.products.tile(g, panel, entering.x + first, tile_sums, size, t, tiles, halves[0]);
                 kernels.products.tile(u, panel, entering.x + first, tile_sums, size, t, tiles, halves[1]);
-                for (std::size_t r = 0; r < size; ++r) {
-                    const float scale = scales ? scales[first + r] : 1.0f;
-                    kernels.rows.finish(x.type, halves[0] + r * panel_columns, g_scales, scale, nullptr, rounded[0],
-                                        width);
-                    kernels.rows.finish(x.type, halves[1] + r * panel_columns, u_scales, scale, nullptr, rounded[1],
-                                        width);
-                    kernels.rows.swiglu(x.type, rounded[0], rounded[1],
-                                        activations + (first + r) * stride + column * bytes, width);
-                }
+                for (std::size_t r = 0; r < size; ++r)
+                    kernels.rows.gated(x.type, halves[0] + r * panel_columns, halves[1] + r * panel_columns, g_scales,
+                                       u_scales, scales ? scales[first + r] : 1.0f,
+                                       activations + (first + r) * stride + column * bytes, width);
             }
         });
     });

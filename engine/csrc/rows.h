@@ -17,6 +17,9 @@ struct RowKernels {
     // Sums of a product to elements of ``type``: times scale and scales (of int8; null otherwise), plus bias (or null).
     void (*finish)(Type type, const float *sums, const float *scales, float scale, const float *bias, void *out,
                    std::size_t width);
+    // silu(gate) * up of the sums of two products, each finished and rounded first: the bits of finish and swiglu.
+    void (*gated)(Type type, const float *gate, const float *up, const float *gate_scales, const float *up_scales,
+                  float scale, void *out, std::size_t width);
     void (*widen)(Type type, const void *x, float *out, std::size_t width);
     // To int8, symmetric, by the largest magnitude of the row; returns the scale (NaN where a value is not finite).
     // sums: of each segment; wide: scratch for the row.

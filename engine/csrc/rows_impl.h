@@ -127,6 +127,19 @@ void finish_row(const float *sums, const float *scales, float scale, const float
 }
 
 template <class V, class T>
+void gated_row(const float *gate, const float *up, const float *gate_scales, const float *up_scales, float scale,
+               T *out, std::size_t width) {
+    each_vector<V>(width, [&](std::size_t i, std::size_t n) __attribute__((always_inline)) {
+        V g = take<V>(gate + i, n), u = take<V>(up + i, n);
+        if (gate_scales) {
+            g = g * V::set(scale) * take<V>(gate_scales + i, n);
+            u = u * V::set(scale) * take<V>(up_scales + i, n);
+        }
+        put(silu_times(g.template round<T>(), u.template round<T>()), out + i, n);
+    });
+}
+
+template <class V, class T>
 void widen_row(const T *x, float *out, std::size_t width) {
     each_vector<V>(width, [&](std::size_t i, std::size_t n)
                               __attribute__((always_inline)) { put(take<V>(x + i, n), out + i, n); });
@@ -338,6 +351,11 @@ RowKernels kernels_over() {
     k.finish = [](Type type, const float *sums, const float *scales, float scale, const float *bias, void *out,
                   std::size_t width) {
         visit(type, [=](auto t) { finish_row<V>(sums, scales, scale, bias, as<decltype(t)>(out), width); });
+    };
+    k.gated = [](Type type, const float *gate, const float *up, const float *gate_scales, const float *up_scales,
+                 float scale, void *out, std::size_t width) {
+        visit(type,
+              [=](auto t) { gated_row<V>(gate, up, gate_scales, up_scales, scale, as<decltype(t)>(out), width); });
     };
     k.widen = [](Type type, const void *x, float *out, std::size_t width) {
         visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), out, width); });
