@@ -130,6 +130,7 @@ def _in_turn(runs: list[Callable[[], object]]) -> Callable[[], object]:
 
 def _products(module: ModuleType, level: int, shape: Shape) -> Iterator[_Case]:
     weight = torch.randn(shape.vocab, shape.hidden)
+    columns = min(4096, shape.vocab)
     for name, dtype, quantised in (("bf16", torch.bfloat16, False), ("int8", torch.bfloat16, True)):
         # Several of them, so that none is found in a cache again.
         matrices = [PackedMatrix(module, weight.to(dtype), SEGMENT, quantised=quantised) for _ in range(4)]
@@ -138,10 +139,10 @@ def _products(module: ModuleType, level: int, shape: Shape) -> Iterator[_Case]:
             x, out = torch.randn(rows, shape.hidden).to(dtype), torch.empty((rows, shape.vocab), dtype=dtype)
             run = _in_turn([_linear(module, level, x, matrix, out) for matrix in matrices])
             yield _Case(f"product {name}, {rows} rows", run, size, "read")
-        x, out = torch.randn(512, shape.hidden).to(dtype), torch.empty((512, 4096), dtype=dtype)
-        part = PackedMatrix(module, weight[:4096].to(dtype), SEGMENT, quantised=quantised)
+        x, out = torch.randn(512, shape.hidden).to(dtype), torch.empty((512, columns), dtype=dtype)
+        part = PackedMatrix(module, weight[:columns].to(dtype), SEGMENT, quantised=quantised)
         run = _linear(module, level, x, part, out)
-        yield _Case(f"product {name}, 512 rows", run, 2.0 * 512 * shape.hidden * 4096, name)
+        yield _Case(f"product {name}, 512 rows", run, 2.0 * 512 * shape.hidden * columns, name)
 
 
 def _linear(

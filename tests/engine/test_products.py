@@ -16,6 +16,7 @@ import torch
 from adapt_engine.config import MoESpec
 from adapt_engine.kernels import KernelRegistry, native, reference
 from adapt_engine.kernels.packed import PackedMatrix, segment_of
+from adapt_engine.profile import Shape, profile_kernels
 from adapt_engine.weights.parameters import Axis, ParameterSpec
 
 from .test_kernels import BUILT, DTYPES, rounding_unit, spacing, spread
@@ -420,3 +421,13 @@ def test_a_forked_process_has_threads_of_its_own(threads: Callable[[int], None])
         os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert torch.equal(registry.ops.linear(x, matrix, None), expected)
+
+
+def test_a_profile_compares_each_kernel_with_the_limit_that_holds_for_it() -> None:
+    """On a layer so small that it takes no time; the figures mean something only on a real one."""
+    limits, uses = profile_kernels(rounds=1, shape=Shape(hidden=64, inter=64, experts=4, chosen=2, vocab=256))
+    assert set(limits) == {"read", "fp32", "bf16", "int8"} and all(rate > 0 for rate in limits.values())
+    assert all(use.rate > 0 and use.share == use.rate / use.limit for use in uses)
+    for use in uses:
+        limit = limits["read"] if use.unit == "GB/s" else limits["bf16" if "bf16" in use.name else "int8"]
+        assert use.limit == limit and f"{use.share:.1%}" in str(use)
