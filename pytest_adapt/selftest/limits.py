@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from pytest_adapt.faults.registry import Operation, Seams
+from pytest_adapt.handle import ModelHandle
 from pytest_adapt.selftest.memo import Memory
 from pytest_adapt.selftest.nested import Bench, Setting
 from pytest_adapt.selftest.trial import COLUMNS, RED, control_of
 from pytest_adapt.target.protocol import Deployment, Request
 from pytest_adapt.target.registry import resolve
 
-__all__ = ["SCALED", "STEPS", "measure_limit"]
+__all__ = ["SCALED", "STEPS", "first_token", "greedy", "measure_limit", "smallest"]
 
 STEPS: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MODEL = "deepseek-v3-odd-pos"
@@ -98,7 +99,7 @@ def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dic
         "model": MODEL,
         "changes": smallest(STEPS, scan.changes),
         "detected": detected,
-        "token": _first_token(put, precision, bench),
+        "token": first_token(put, precision, bench.catalogued(MODEL)),
     }
 
 
@@ -116,21 +117,25 @@ def smallest(steps: Sequence[float], holds: Callable[[float], bool]) -> float | 
     return steps[high]
 
 
-def _first_token(put: Callable[[Seams, float], None], precision: str, bench: Bench) -> float | None:
+def first_token(put: Callable[[Seams, float], None], precision: str, model: ModelHandle) -> float | None:
     """The smallest step at which one of ten greedy outputs of 48 tokens has another token."""
-    before = _greedy(put, 1.0, precision, bench)
-    return next((step for step in STEPS if _greedy(put, 1.0 + step, precision, bench) != before), None)
+    before = greedy(put, 1.0, precision, model)
+    return next((step for step in STEPS if greedy(put, 1.0 + step, precision, model) != before), None)
 
 
-def _greedy(put: Callable[[Seams, float], None], factor: float, precision: str, bench: Bench) -> list[tuple[int, ...]]:
-    model = bench.catalogued(MODEL)
+def greedy(
+    put: Callable[[Seams, float], None], factor: float, precision: str, model: ModelHandle
+) -> list[tuple[int, ...]]:
+    """What the scaled target writes after ten prompts: the model's texts, or random ones where it has none."""
+    texts = [tokens for name, tokens in sorted(model.all_prompts.items()) if name.startswith("text")]
+    prompts = texts[:PROMPTS] or list(model.load(PROMPTS, LENGTH).values())
     target: Any = resolve("builtin").create()
     put(target.seams, factor)
     try:
-        target.open(Deployment(str(model.directory), precision=precision, max_context=LENGTH + TOKENS))
-        prompts = model.load(PROMPTS, LENGTH)
-        asked = [Request(name, tokens, TOKENS) for name, tokens in prompts.items()]
+        longest = max(map(len, prompts))
+        target.open(Deployment(str(model.directory), precision=precision, max_context=longest + TOKENS))
+        asked = [Request(str(number), tokens, TOKENS) for number, tokens in enumerate(prompts)]
         answers = {response.id: response.tokens for response in target.run(asked)}
     finally:
         target.close()
-    return [answers[name] for name in prompts]
+    return [answers[request.id] for request in asked]
