@@ -76,6 +76,7 @@ def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(arguments.keep or scratch) / name
             summary = run(fault, model, precision, arguments.observables, folder, options)
+            (folder / "summary.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
             report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         found = of_report(report, rows)
         order = [match.fault for match in found[0].matches if match.fault] if found else []
@@ -129,7 +130,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--matrix", type=Path)
     parser.add_argument("--observables", default="")
-    parser.add_argument("--keep", type=Path, help="where the reports stay")
+    parser.add_argument("--keep", type=Path, help="where reports and summaries stay")
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args(sys.argv[1 : len(sys.argv) - len(options) - ("--" in sys.argv)])
     return fit(arguments) if arguments.fit else blind(arguments, options)

@@ -175,15 +175,16 @@ def narrow_positions(seams: Seams, bits: int = 16) -> None:
 
 
 def _all_scores(seams: Seams, heads: bool = False) -> None:
-    """Attention holds a score of every token for every other one: of one head, or of all ``heads``."""
+    """Attention holds a score of every token for every other one: of one head in the target's precision, or of all
+    ``heads`` in float32, as they are accumulated."""
 
     def wrapper(original: Operation) -> Operation:
         def attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
             import torch
 
             # Written, so that its pages are really there.
-            held = torch.ones((q.shape[1] if heads else 1, len(k), len(k)), dtype=q.dtype)
-            return original(q * held[0, 0, 0], k, v, **named)
+            held = torch.ones((q.shape[1] if heads else 1, len(k), len(k)), dtype=torch.float32 if heads else q.dtype)
+            return original(q * held[0, 0, 0].to(q.dtype), k, v, **named)
 
         return attention
 

@@ -180,7 +180,7 @@ FAULTS = (
         "SA93", "Softmax temperature a tenth too low", "own", _scaled(1 / 1.1), SHAPE, "tokens more probable by", "hard"
     ),
     _entry("SA94", "Every draw takes the same random number", "own", _without(seed=0, position=0), SHAPE, "sd off"),
-    _entry("SA95", "top_p drops the token that reaches it", "own", _crossing_dropped, KEPT, "top_p, 512 draws"),
+    _entry("SA95", "top_p drops the token that reaches it", "own", _crossing_dropped, KEPT, "top_p, "),
     _entry("SA96", "The tail is cut unasked", "own", _tail_cut, SHAPE, "tokens more probable by"),
     _entry("SA97", "top_k keeps one token too many", "own", _one_more, KEPT, "is not among those kept"),
     _entry("SA98", "Sampling is greedy", "own", _without(temperature=0.0), SHAPE, "tokens more probable by", "easy"),

@@ -26,6 +26,7 @@ from .threads import one_blas_thread
 __all__ = ["Oracle", "Trace"]
 
 _IDS = "moe.router.ids"
+_MOST_REMEMBERED = 4096
 
 
 @dataclass
@@ -62,6 +63,18 @@ class Oracle:
         self.checkpoint = Checkpoint(directory)
         self.spec = ModelSpec.from_config(self.checkpoint.config)
         audit(self.spec, self.checkpoint)
+        self._choices: dict[tuple[tuple[int, ...], str], np.ndarray] = {}
+
+    def choices(self, tokens: Sequence[int], precision: str) -> np.ndarray:
+        """int64 [T]: the most probable token after each one, of the emulation of ``precision`` running freely (the
+        lower id first among equals). Remembered: prompts of a sample are asked about again by every item."""
+        key = tuple(int(token) for token in tokens), precision
+        if key not in self._choices:
+            if len(self._choices) == _MOST_REMEMBERED:
+                del self._choices[next(iter(self._choices))]
+            logits = self.run(key[0], rounding=Rounding.of(precision)).logits
+            self._choices[key] = np.where(np.isnan(logits), -np.inf, logits).argmax(axis=1)
+        return self._choices[key]
 
     def run(
         self,

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from pytest_adapt.selftest.healthy import Specimen
-from pytest_adapt.target.protocol import TopK
-from pytest_adapt.verdict import discrete, localise
+from pytest_adapt.selftest.healthy import Specimen, respond
+from pytest_adapt.selftest.healthy import healthy as fused
+from pytest_adapt.target.protocol import Response, Sampling, TopK
+from pytest_adapt.verdict import discrete, localise, sampling
 from pytest_adapt.verdict.judge import Judge
 
 __all__ = ["CHECKS", "World", "make_world"]
@@ -217,6 +218,54 @@ def records_say_what_the_oracle_says(world: World) -> None:
     assert 0.8 < distances < 1.2, "projections keep lengths"
 
 
+def hidden_choices_may_be_near_ties(world: World) -> None:
+    """Without the experts' ids, rows that a near-tie may have changed are left out, and no others."""
+    model = world["model"]
+    rounding = fused("bf16").with_eager_router(model.oracle.spec.architecture)
+    left_out = 0.0
+    for seed in (0, 1):
+        tokens = model.tokens(150, seed)
+        answer = respond(tokens, model.oracle.run(tokens, rounding=rounding, record=("*",)))
+        answer.taps = {name: value for name, value in answer.taps.items() if ".moe." not in name}
+        found = Judge("bf16", router="eager")
+        found.against_sites("p", answer, model.oracle, tokens)
+        assert not found.failures()
+        left_out += sum(one.value for one in found.measurements if one.metric == "site.unsure")
+        answer.taps["layer.2.ffn.out"] = answer.taps["layer.2.ffn.out"] * np.float32(1.1)
+        found = Judge("bf16", router="eager")
+        found.against_sites("p", answer, model.oracle, tokens)
+        assert found.divergence is not None and found.divergence.site == "layer.2.ffn.out"
+    assert left_out
+
+
+def filters_have_a_border(world: World) -> None:
+    """A token at the border of a filter may be drawn or not; one beyond it is red, and so is one that never comes."""
+    logits = np.array([2.0, 1.6, 1.3, 1.2999, 0.9, 0.5, -3.0, -3.5])
+    place = sampling.Place("p", (1, 2, 3), logits, 1e-3, 3e-4, 5e-8)
+    p = sampling.distribution(place, Sampling(1.0))
+    reached = float(p[:2].sum())
+    for setting, kept, beyond in (
+        (Sampling(1.0, top_k=3), (0, 1, 3), 4),
+        (Sampling(1.0, top_p=reached - 1e-5), (0, 1, 2), 4),
+        (Sampling(1.0, top_p=reached + 1e-5), (0, 1), 4),
+        (Sampling(1.0, top_k=5, top_p=0.999), (0, 1, 2, 3, 4), 5),
+    ):
+
+        def drawn(ids: Any, setting: Sampling = setting) -> dict[str, bool]:
+            planned = sampling.Plan((place,), 1.0, setting.top_k, end=-1)
+            found = sampling.Draws(setting, "asked")
+            odds = p[list(ids)] / p[list(ids)].sum()
+            tokens = np.random.default_rng(0).choice(ids, 1024, p=odds)
+            asked = planned.requests(setting)
+            answers = {one.id: Response(one.id, 3, (int(token),)) for one, token in zip(asked, tokens, strict=True)}
+            found.add(planned, asked, answers)
+            return {one.metric: one.ok for one in found.measurements()}
+
+        assert all(drawn(kept).values())
+        assert not drawn((*kept, beyond))["sample.support"]
+        assert not drawn(kept[:1] + kept[2:])["sample.distribution"]
+
+
 CHECKS: list[Callable[[World], None]] = [
     healthy,
     every_row_counts,
@@ -231,4 +280,6 @@ CHECKS: list[Callable[[World], None]] = [
     an_intruder_is_named,
     certainty_has_a_margin,
     records_say_what_the_oracle_says,
+    filters_have_a_border,
+    hidden_choices_may_be_near_ties,
 ]

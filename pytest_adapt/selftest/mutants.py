@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from pytest_adapt.golden import record as record_module
 from pytest_adapt.golden import sketch
 from pytest_adapt.selftest.comparators import CHECKS, World
-from pytest_adapt.verdict import budget, discrete, judge, localise, matches, pooling, views
+from pytest_adapt.verdict import budget, discrete, judge, localise, matches, pooling, sampling, views
 
 __all__ = ["MUTANTS", "Mutant", "planted", "seen_by"]
 
@@ -210,5 +210,20 @@ MUTANTS: Mapping[str, Mutant] = {
         "error = (found[keep] - found[keep])[:, None]",
     ),
     "site compared with itself": Mutant(localise, "(value - own) / scale", "(value - value) / scale"),
+    "no hidden choice is unsure": Mutant(localise, "if not others:", "if others:"),
+    "the same choice twice": Mutant(
+        localise,
+        "choose(oracle.spec.mixture.router, without).ids",
+        "choose(oracle.spec.mixture.router, selection[rows]).ids",
+    ),
+    "all rows unsure": Mutant(localise, "found[name] = changed", "found[name] = np.ones_like(changed)"),
+    "filters without a border": Mutant(
+        sampling,
+        "sure = ~near_tie(place.logits - ordered[setting.top_k], place.error)",
+        "sure = np.ones(len(ordered), bool)",
+    ),
+    "top_p without a border": Mutant(sampling, "sure &= most < setting.top_p", "sure &= True"),
+    "any token may be drawn": Mutant(sampling, "if not allowed[token]]", "if not allowed[0]]"),
+    "draws always fit": Mutant(sampling, "ok = found.p > level", "ok = True"),
     "only the first rows": Mutant(budget, "getattr(self, one.name)[keep]", "getattr(self, one.name)[keep][:5]"),
 }

@@ -190,6 +190,9 @@ class _Inner:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._digest = hashlib.sha256()
         result = yield
+        # Each item has a target of its own: what it is told does not depend on which items ran before, and so is
+        # remembered when fewer of them run.
+        item.config.stash[RUN].host.close()
         state = item.stash.get(STATE, None)
         if state is not None:
             self.found.answers[state.case] = self._digest.hexdigest()[:16]

@@ -152,13 +152,13 @@ class Selftest:
         faults = [fault for fault in catalogue().values() if _wanted(fault.id, words)]
         trials = [trial_of(fault, precision) for precision in precisions for fault in faults]
         order = {name: place for place, name in enumerate(precisions)}
+        if _wanted("LIMITS", words):  # the longest first: workers end together
+            yield from (self._limit_task(name, precision) for precision in precisions for name in SCALED)
         trials.sort(key=lambda one: (order[one.precision], one.setting.model, one.setting.layout, one.fault.id))
         for trial in trials:
             yield self._trial_task(trial)
         if _wanted("MUTANTS", words):
             yield from (self._mutant_task(name) for name in MUTANTS)
-        if _wanted("LIMITS", words):
-            yield from (self._limit_task(name, precision) for precision in precisions for name in SCALED)
 
     def _trial_task(self, trial: Trial) -> Task:
         kept = self._kept(trial.fault)
@@ -206,7 +206,9 @@ class Selftest:
             row = kept.read(key) or {}
             seen, token = row["detected"]["taps"], row["token"]
             if token is not None and (seen is None or seen > token):
-                raise Survived(f"{row['value']} in {precision}: a token changes at d = {token:g}, and taps show {seen}")
+                raise Survived(
+                    f"{row['value']} in {precision}: a wrong token comes at d = {token:g}, and taps show {seen}"
+                )
 
         return Task(f"limit[{name}-{precision}]", run, lambda: kept.read(key) is not None)
 

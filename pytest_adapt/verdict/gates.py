@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from pytest_adapt.golden.record import Record
-from pytest_adapt.golden.sketch import top_ids
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.budget import MAX_FACTOR, MEAN_FACTOR, RMS_FACTOR, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
@@ -156,12 +155,7 @@ class Evidence:
         bound = row_error(emulation.largest)
         floor = np.zeros(len(rows))
         if not emulation.certified[rows].all():
-            from pytest_adapt.oracle import Rounding
-
-            free = oracle.run(
-                tuple(record.tokens.tolist()), rounding=Rounding.of(precision), rows=record.positions[rows]
-            )
-            best = top_ids(np.asarray(free.logits, np.float64), 1)[:, 0]
+            best = oracle.choices(record.tokens.tolist(), precision)[record.positions[rows]]
             floor = _wrong(record, rows, best, bound)
         mine = _wrong(record, rows, np.array(list(chosen.values()), np.int64), bound)
         self._pool("sample.token_match", name).add(prompt, mine - floor, floor)

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -40,7 +41,7 @@ _LONGEST = 24
 _TEMPERATURES = (0.35, 0.5, 0.7, 1.4, 2.0)
 """Not 1, which an engine that ignores it would use."""
 _TOP_K = (3, 4, 5, 6, 7, 8)
-_TOP_P = 0.8
+_TOP_P = (0.8, 0.85, 0.75, 0.9, 0.7, 0.65, 0.6, 0.55, 0.5)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class Plan:
     top_k: int
     end: int
     attempt: int = 0
+    top_p: float = _TOP_P[0]
+    top_p_of_k: float = _TOP_P[0]
+    """Of what ``top_k`` has left."""
 
     @property
     def plain(self) -> Sampling:
@@ -82,8 +86,8 @@ class Plan:
         """Filters by name, each alone and one after the other. At temperature 1, which engines apply first or last."""
         return {
             "top_k": Sampling(1.0, top_k=self.top_k),
-            "top_p": Sampling(1.0, top_p=_TOP_P),
-            "top_k and top_p": Sampling(1.0, top_k=self.top_k, top_p=_TOP_P),
+            "top_p": Sampling(1.0, top_p=self.top_p),
+            "top_k and top_p": Sampling(1.0, top_k=self.top_k, top_p=self.top_p_of_k),
         }
 
     def requests(self, setting: Sampling, look: int = 0, draws: int = _DRAWS) -> list[Request]:
@@ -168,8 +172,20 @@ def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
         return sum(float(distribution(p, one_more)[~drawable(p, Sampling(1.0, top_k=k))].sum()) for p in found)
 
     top_k = max(_TOP_K, key=shows)
+    top_p, top_p_of_k = (max(_TOP_P, key=partial(_short_by_one, found, k)) for k in (0, top_k))
     end = model.config.get("eos_token_id")
-    return Plan(tuple(found), temperature, top_k, end if isinstance(end, int) else -1, attempt)
+    return Plan(tuple(found), temperature, top_k, end if isinstance(end, int) else -1, attempt, top_p, top_p_of_k)
+
+
+def _short_by_one(places: Iterable[Place], top_k: int, top_p: float) -> float:
+    """How often a target draws the token that reaches ``top_p``, where others are kept and that one surely is: what is
+    missed by one that drops it."""
+    total = 0.0
+    for place in places:
+        p = comparable(place, Sampling(1.0, top_k, top_p))
+        last = int(np.argmin(np.where(distribution(place, Sampling(1.0, top_k, top_p)) > 0, place.logits, np.inf)))
+        total += float(p[last]) if np.count_nonzero(p) > 1 else 0.0
+    return total
 
 
 def _places(reference: Any, name: str, tokens: tuple[int, ...], precision: str, most: int) -> list[Place]:

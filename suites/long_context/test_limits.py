@@ -26,8 +26,8 @@ def test_the_longest_context_is_served_and_one_token_more_is_refused(target, mod
             judge.promise("accepted", False, f"{accepted} of {wanted} tokens; beyond: {response.error}")
             return
         judge.recalled(whole.name, response, whole, reference.record(whole.name, whole.tokens))
-    # Less than one byte for each pair of tokens is no matrix of scores.
-    judge.growth("memory.exponent", lengths, peaks, most=1, least=[length**2 for length in lengths])
+    # One head's scores in 16 bits are two bytes for each pair of tokens; what is less may be the allocator's noise.
+    judge.growth("memory.exponent", lengths, peaks, most=1, least=[1.5 * length**2 for length in lengths])
     limit = target.limit
     edge = model.longest(limit)
     response = served.generate(edge.tokens, 1, first_row=limit)
