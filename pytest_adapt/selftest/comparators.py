@@ -238,6 +238,19 @@ def hidden_choices_may_be_near_ties(world: World) -> None:
     assert left_out
 
 
+def repeated_rows_count_once(world: World) -> None:
+    """A prompt and its beginning are as much evidence as the prompt."""
+    alone, twice = against(world), against(world)
+    start = TOKENS - 1
+    answer = replace(world["answer"], prompt_tokens=start, logits=world["answer"].logits[:start])
+    answer = replace(answer, topk=None, scores=None, taps={})
+    twice.against_record("q", answer, world["record"].prefix(start))
+    factors = [
+        next(one.budget for one in judge.measurements if one.metric == "certified.error") for judge in (alone, twice)
+    ]
+    assert factors[0] == factors[1] > 1.3
+
+
 def filters_have_a_border(world: World) -> None:
     """A token at the border of a filter may be drawn or not; one beyond it is red, and so is one that never comes."""
     logits = np.array([2.0, 1.6, 1.3, 1.2999, 0.9, 0.5, -3.0, -3.5])
@@ -281,5 +294,6 @@ CHECKS: list[Callable[[World], None]] = [
     certainty_has_a_margin,
     records_say_what_the_oracle_says,
     filters_have_a_border,
+    repeated_rows_count_once,
     hidden_choices_may_be_near_ties,
 ]

@@ -104,7 +104,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "yard_square=np.mean(errors**2, axis=1)",
     ),
     "rms budget ten times": Mutant(
-        budget, "max(RMS_FACTOR, spread(self.positions, self.quantile)) * yard", "10 * yard"
+        budget, "max(RMS_FACTOR, spread(self.independent, self.quantile)) * yard", "10 * yard"
     ),
     "largest budget unlimited": Mutant(budget, "factor * np.maximum(yard, peak", "1e9 * np.maximum(yard, peak"),
     "last rows dropped": Mutant(budget, "getattr(self, one.name)[keep]", "getattr(self, one.name)[keep][:-1]"),
@@ -194,7 +194,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "inverted rule": Mutant(pooling, "rms <= rms_budget", "rms > rms_budget"),
     "inverted largest rule": Mutant(pooling, "ok=largest <= largest_budget", "ok=largest > largest_budget"),
     "rms budget a hundred times": Mutant(
-        budget, "max(RMS_FACTOR, spread(self.positions, self.quantile)) * yard", "100 * RMS_FACTOR * yard"
+        budget, "max(RMS_FACTOR, spread(self.independent, self.quantile)) * yard", "100 * RMS_FACTOR * yard"
     ),
     "largest budget a hundred times": Mutant(
         budget, "factor * np.maximum(yard, peak", "100 * factor * np.maximum(yard, peak"
@@ -210,6 +210,9 @@ MUTANTS: Mapping[str, Mutant] = {
         "error = (found[keep] - found[keep])[:, None]",
     ),
     "site compared with itself": Mutant(localise, "(value - own) / scale", "(value - value) / scale"),
+    "repeated rows are evidence": Mutant(
+        budget, "found = np.zeros(self.positions, bool)", "found = np.ones(self.positions, bool)"
+    ),
     "no hidden choice is unsure": Mutant(localise, "if not others:", "if others:"),
     "the same choice twice": Mutant(
         localise,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -87,6 +87,8 @@ class Rows:
     yard_largest: np.ndarray
     floor: np.ndarray
     floor_square: np.ndarray
+    prefix: np.ndarray | None = None
+    """int64, one number for each sequence of tokens up to and with the row's own; None where all rows differ."""
 
     @classmethod
     def of_elements(
@@ -109,8 +111,10 @@ class Rows:
 
     def take(self, keep: np.ndarray) -> Rows:
         """Rows where ``keep`` (bool or indices) says so."""
-        arrays = (getattr(self, one.name)[keep] for one in fields(self) if one.name != "prompt")
-        return Rows(self.prompt, *arrays)
+        arrays = {
+            one.name: getattr(self, one.name)[keep] for one in fields(self) if one.name not in ("prompt", "prefix")
+        }
+        return replace(self, prefix=None if self.prefix is None else self.prefix[keep], **arrays)
 
 
 @dataclass
@@ -119,6 +123,7 @@ class Comparison:
 
     ``widen`` multiplies the yardstick: sqrt(2) where two answers with independent errors are compared.
     The values of one row share errors (of a hidden state, of a norm's root), so a row counts as one independent error.
+    Rows of prompts that begin alike share all of theirs: they count once.
     """
 
     widen: float = 1.0
@@ -140,13 +145,27 @@ class Comparison:
         """Rows compared."""
         return sum(len(rows.positions) for rows in self.rows)
 
+    @property
+    def independent(self) -> int:
+        """Rows that no other one repeats."""
+        return int(self._first().sum())
+
+    def _first(self) -> np.ndarray:
+        """bool, for all rows: whether none before it has the same prefix."""
+        known = [rows.prefix for rows in self.rows if rows.prefix is not None]
+        if not known or len(known) < len(self.rows):
+            return np.ones(self.positions, bool)
+        found = np.zeros(self.positions, bool)
+        found[np.unique(np.concatenate(known), return_index=True)[1]] = True
+        return found
+
     def rms(self) -> tuple[float, float]:
         """(rms error, its budget). The budget is never below the rms of rounding once to the output's format."""
         weight = np.maximum(self._all("count"), 1)
         value = _root_mean(self._all("square"), weight)
         rounding = _root_mean(self._all("floor_square"), weight)
         yard = max(_root_mean(self._all("yard_square"), weight) * self.widen, rounding)
-        return value, max(RMS_FACTOR, spread(self.positions, self.quantile)) * yard
+        return value, max(RMS_FACTOR, spread(self.independent, self.quantile)) * yard
 
     def largest(self) -> tuple[float, float, str, int]:
         """(largest error, its budget, prompt, position): the row that uses most of its own budget (`row_budgets`)."""
@@ -170,7 +189,7 @@ class Comparison:
         largest, root = self._all("yard_largest"), np.sqrt(self._all("yard_square"))
         yard = float(largest.max())
         peak = float(np.max(np.divide(largest, root, out=np.zeros_like(root), where=root > 0)))
-        ascending = np.sort(root)
+        ascending = np.sort(root[self._first()])
         found = []
         for rows in self.rows:
             own = np.sqrt(rows.yard_square)
@@ -186,15 +205,15 @@ class Comparison:
         yard = float(np.average(self._all("yard_square"), weights=weight)) * self.widen**2
         floor = float(np.average(self._all("floor_square"), weights=weight))
         value = float(np.average(self._all("square"), weights=weight))
-        return value, max(MEAN_FACTOR, spread(self.positions, self.quantile) ** 2) * max(yard, floor)
+        return value, max(MEAN_FACTOR, spread(self.independent, self.quantile) ** 2) * max(yard, floor)
 
     def interval(self) -> tuple[float, float] | None:
         """Interval of the ratio rms : emulation's rms, clustered by prompt (jackknife of its logarithm).
 
-        None with fewer than three prompts. Twice the standard error on either side.
+        None with fewer than three prompts, or where one repeats rows of another. Twice the standard error either way.
         """
         prompts = sorted({rows.prompt for rows in self.rows})
-        if len(prompts) < 3:
+        if len(prompts) < 3 or self.independent < self.positions:
             return None
         logs = [_log_ratio([rows for rows in self.rows if rows.prompt != left_out]) for left_out in prompts]
         whole = _log_ratio(self.rows)

@@ -437,7 +437,8 @@ class Judge:
             shown.observable,
             rows_of(
                 prompt,
-                record.positions[part],
+                record,
+                part,
                 error[certified],
                 emulation.rms[part],
                 emulation.largest[part],
@@ -468,7 +469,7 @@ class Judge:
         yard = emulation.follow[part]
         floor = self._floor(record, part, record.next_logprob[part][:, None])
         values = record.next_logprob[part][:, None]
-        self._pool(f"{pool}logprob", "score", rows_of(prompt, record.positions[part], error, yard, yard, floor, values))
+        self._pool(f"{pool}logprob", "score", rows_of(prompt, record, part, error, yard, yard, floor, values))
 
     def _agree_numeric(
         self, what: str, name: str, first: Response, second: Response, record: Record, rows: np.ndarray
@@ -488,7 +489,7 @@ class Judge:
             values, yard, largest = record.topk_logprobs[keep], emulation.rms[keep], emulation.largest[keep]
         comparison = Comparison(widen=math.sqrt(2.0))
         floor = self._floor(record, keep, values)
-        comparison.add(rows_of(what, record.positions[keep], error, yard, largest, floor, values))
+        comparison.add(rows_of(what, record, keep, error, yard, largest, floor, values))
         self._done += judge_pooled(("agree", name), comparison)
 
     def _agree_tokens(self, what: str, first: Response, second: Response, record: Record) -> None:

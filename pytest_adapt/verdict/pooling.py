@@ -40,14 +40,16 @@ def describe(measurement: Measurement) -> str:
 
 def rows_of(
     prompt: str,
-    positions: np.ndarray,
+    record: Record,
+    part: np.ndarray,
     error: np.ndarray,
     yard_rms: np.ndarray,
     yard_largest: np.ndarray,
     floor: np.ndarray,
     logprobs: np.ndarray,
 ) -> Rows:
-    """Rows from errors [R, n] with nan where nothing was compared; answers are float32 whatever the precision."""
+    """Rows ``part`` of a record from errors [R, n] with nan where nothing was compared; answers are float32 whatever
+    the precision."""
     known = ~np.isnan(error)
     count = known.sum(axis=1)
     keep = count > 0
@@ -55,7 +57,7 @@ def rows_of(
     rounding = ulp(logprobs, "fp32") ** 2 / 12.0  # uniform over one ulp
     rows = Rows(
         prompt=prompt,
-        positions=np.asarray(positions),
+        positions=record.positions[part],
         count=count,
         square=square.sum(axis=1) / np.maximum(count, 1),
         largest=np.where(known, np.abs(error), 0.0).max(axis=1, initial=0.0),
@@ -63,8 +65,17 @@ def rows_of(
         yard_largest=np.asarray(yard_largest, np.float64),
         floor=floor.max(axis=1, initial=0.0),
         floor_square=rounding.mean(axis=1) if rounding.size else np.zeros(len(rounding)),
+        prefix=prefixes(record, part),
     )
     return rows.take(keep)
+
+
+def prefixes(record: Record, part: np.ndarray) -> np.ndarray:
+    """int64 [R]: one number for each sequence of tokens that ends at a row (a polynomial modulo 2^64)."""
+    powers = np.cumprod(np.full(len(record.tokens), 0x9E3779B97F4A7C15, np.uint64))
+    sums = np.cumsum((record.tokens.astype(np.uint64) + np.uint64(1)) * powers)
+    found: np.ndarray = sums[record.positions[part]].view(np.int64)
+    return found
 
 
 def quadratic_rows(prompt: str, record: Record, rows: np.ndarray, found: np.ndarray, yard: np.ndarray) -> Rows:
@@ -72,7 +83,9 @@ def quadratic_rows(prompt: str, record: Record, rows: np.ndarray, found: np.ndar
     rounding = np.mean(ulp(record.topk_logprobs[rows], "fp32") ** 2, axis=1) / 12.0 if len(rows) else np.zeros(0)
     nothing = np.zeros(len(rows))
     count = np.ones(len(rows), np.int64)
-    return Rows(prompt, record.positions[rows], count, found, nothing, yard, nothing, nothing, rounding)
+    return Rows(
+        prompt, record.positions[rows], count, found, nothing, yard, nothing, nothing, rounding, prefixes(record, rows)
+    )
 
 
 def cosine_gap(shown: View, reference: View) -> np.ndarray:
@@ -104,7 +117,8 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
     largest, largest_budget, prompt, position = comparison.largest()
     position, before = _first_over(comparison, prompt, position)
     interval = comparison.interval()
-    detail = f"rms over {comparison.positions} rows, nats"
+    alike = f", {comparison.independent} of them different" if comparison.independent < comparison.positions else ""
+    detail = f"rms over {comparison.positions} rows{alike}, nats"
     if interval is not None:
         detail += f"; {interval[0]:.2f} to {interval[1]:.2f} times the emulation's"
     worst_prompt, worst_position = comparison.worst_row()
@@ -133,7 +147,7 @@ def judge_assumption(comparison: Comparison, scores: Sequence[np.ndarray]) -> Me
     counted.
     """
     value, budget = comparison.rms()
-    factor = max(RMS_FACTOR, spread(comparison.positions, comparison.quantile))
+    factor = max(RMS_FACTOR, spread(comparison.independent, comparison.quantile))
     ratio = value * factor / budget if budget else 0.0
     every = np.concatenate(scores)
     holds = int(np.sum(CANDIDATES * every * max(1.0, ratio) < 1.0))

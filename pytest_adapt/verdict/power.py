@@ -136,8 +136,8 @@ class RecordCell:
                 continue
             values, nothing = record.topk_logprobs[part], np.zeros((len(part), record.topk_logprobs.shape[1]))
             floor = ulp(values + record.lse[part][:, None], precision)
-            name, positions = record.key.prompt, record.positions[part]
-            numbers = rows_of(name, positions, nothing, emulation.rms[part], emulation.largest[part], floor, values)
+            name = record.key.prompt
+            numbers = rows_of(name, record, part, nothing, emulation.rms[part], emulation.largest[part], floor, values)
             found.append((numbers, quadratic_rows(name, record, part, nothing[:, 0], emulation.kl[part])))
         return cls(tuple(found))
 
