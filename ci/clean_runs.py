@@ -109,6 +109,18 @@ def one_run(arguments: argparse.Namespace, number: int, options: list[str]) -> d
     }
 
 
+UNDECIDED = {"unknown", "inconclusive"}
+GREEN = {"pass", "unsupported", "deferred"}
+
+
+def outcome(run: dict[str, Any]) -> str:
+    """``green``, ``undecided`` or ``red``."""
+    if run["exit"] == 0:
+        return "green"
+    seen = set(run.get("statuses", ()))
+    return "undecided" if run["exit"] == 1 and seen & UNDECIDED and seen <= UNDECIDED | GREEN else "red"
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -119,11 +131,12 @@ def table(runs: list[dict[str, Any]]) -> int:
     for run in runs:
         groups[run["target"], run["precision"]].append(run)
     shares = " | ".join(f"<= {bound:.0%}" for bound in BOUNDS)
-    print(f"| target | precision | runs | red | comparisons | {shares} | more | tightest cell |")
-    print("|---" * (len(BOUNDS) + 7) + "|")
+    print(f"| target | precision | runs | red | undecided | comparisons | {shares} | more | tightest cell |")
+    print("|---" * (len(BOUNDS) + 8) + "|")
     bad = False
     for (target, precision), mine in sorted(groups.items()):
-        red = sum(run["exit"] != 0 for run in mine)
+        ends = [outcome(run) for run in mine]
+        red = ends.count("red")
         uses = [(use, cell) for run in mine for cell, use in run["cells"].items()]
         counts = [
             sum(low < use <= high for use, _ in uses)
@@ -136,13 +149,14 @@ def table(runs: list[dict[str, Any]]) -> int:
             precision,
             len(mine),
             red,
+            ends.count("undecided"),
             len(uses),
             *counts,
             f"{most:.1%} {test.rpartition('::')[2]} {metric}",
         ]
         print("| " + " | ".join(map(str, columns)) + " |")
         bad = bad or red > 0 or most > ABOVE
-    print(f"\n{len(runs)} runs, {sum(run['exit'] != 0 for run in runs)} red")
+    print(f"\n{len(runs)} runs, {sum(outcome(run) == 'red' for run in runs)} red")
     return int(bad)
 
 
@@ -174,7 +188,7 @@ def main() -> int:
         run = one_run(arguments, number, options)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(run) + "\n")
-        red += run["exit"] != 0
+        red += outcome(run) == "red"
         most = max(run["cells"].values(), default=0.0)
         said = ", ".join(f"{count} {status}" for status, count in sorted(run["statuses"].items()))
         print(

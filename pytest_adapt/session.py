@@ -163,6 +163,12 @@ class Host:
             self.shut(self.current)
             self.current = None
 
+    def renew(self) -> None:
+        """Close the present deployment, and forget what failed before: the next item finds what the first one found."""
+        self.close()
+        self._failures.clear()
+        self._deaths.clear()
+
     def shut(self, opened: Opened) -> None:
         """Close an instance."""
         with contextlib.suppress(Exception):

@@ -192,7 +192,7 @@ class _Inner:
         result = yield
         # Each item has a target of its own: what it is told does not depend on which items ran before, and so is
         # remembered when fewer of them run.
-        item.config.stash[RUN].host.close()
+        item.config.stash[RUN].host.renew()
         state = item.stash.get(STATE, None)
         if state is not None:
             self.found.answers[state.case] = self._digest.hexdigest()[:16]

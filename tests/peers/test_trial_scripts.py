@@ -44,12 +44,25 @@ def test_drawn_settings_are_legal_varied_and_the_same_again() -> None:
         clean.drawn(drawing(shape="round"), 0)
 
 
-@pytest.mark.parametrize(("code", "use", "bad"), [(0, 0.9, 0), (0, 0.901, 1), (1, 0.1, 1)])
+@pytest.mark.parametrize(
+    ("code", "statuses", "use", "bad"),
+    [
+        (0, ("pass",), 0.9, 0),
+        (0, ("pass",), 0.901, 1),
+        (1, ("pass", "fail"), 0.1, 1),
+        (1, ("unknown", "fail"), 0.1, 1),
+        (1, ("unknown", "pass"), 0.1, 0),
+        (1, ("pass",), 0.1, 1),
+        (2, ("unknown", "pass"), 0.1, 1),
+        (4, (), 0.1, 1),
+    ],
+)
 def test_a_red_run_and_a_tight_cell_both_count(
-    code: int, use: float, bad: int, capsys: pytest.CaptureFixture[str]
+    code: int, statuses: tuple[str, ...], use: float, bad: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = {"suite/test_a.py::test_b | m | single | bf16 | kl": use}
-    runs = [{"target": "builtin", "precision": "bf16", "exit": code, "cells": cells}]
+    numbers = dict.fromkeys(statuses, 1)
+    runs = [{"target": "builtin", "precision": "bf16", "exit": code, "statuses": numbers, "cells": cells}]
     assert script("clean_runs").table(runs) == bad
     assert f"{use:.1%} test_b kl" in capsys.readouterr().out
 
