@@ -42,7 +42,7 @@ from pytest_adapt.target.registry import resolve
 from pytest_adapt.target.tokenizer import Tokenizer, load_tokenizer
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.pooling import margin_below
+from pytest_adapt.verdict.matches import margin_below
 
 NEW_TOKENS = 48
 PRECISION = "fp32"

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_adapt.faults import catalogue
 from pytest_adapt.faults.cli import fault_rows, main, markdown
+from pytest_adapt.faults.slowness import SLOWDOWNS
 from pytest_adapt.options import Settings
 from pytest_adapt.report.collector import Collector
 from pytest_adapt.verdict.result import CaseResult, Status
@@ -92,7 +93,7 @@ def test_every_fault_has_a_command_that_can_be_typed(capsys: pytest.CaptureFixtu
 
 def test_the_page_of_faults_names_every_one() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b[A-Z]{2}\d\d\b", page)) == set(catalogue())
+    assert set(re.findall(r"\b[A-Z]{2}\d\d\b", page)) == set(catalogue()) | set(SLOWDOWNS)
     assert markdown(fault_rows()) in page, "python -m pytest_adapt faults list --markdown"
     by_hand = re.search(
         r"^    (pytest --adapt-target=builtin --adapt-inject=(\w+) .*?)(?:  +#.*)?$", page, re.MULTILINE
