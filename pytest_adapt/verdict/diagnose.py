@@ -49,9 +49,9 @@ class Constants:
     """What the model of a pattern takes for granted; the defaults predict rows best that were left out
     (`ci/blind.py --fit`)."""
 
-    smoothing: float = 0.2
+    smoothing: float = 0.05
     """Rows of the background beside those of a fault."""
-    temper: float = 0.4
+    temper: float = 0.3
     """Share of the evidence that counts."""
     width: float = 0.15
     """Of the kernel around the decimal logarithm of a number."""
