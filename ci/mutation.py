@@ -4,11 +4,12 @@
     python ci/mutation.py DIR [--mutants 300] [--seed 0] [--workers 2] [--only pytest_adapt/verdict]
     python ci/mutation.py DIR --table
 
-Mutants are drawn from `pytest_adapt/verdict`, `pytest_adapt/golden` and `pytest_adapt/matrix.py`, all alike; those
-inside annotations are left out, which nothing evaluates. First every test function of TESTS runs alone, without a
-mutant: it must pass, and which lines it runs and how long it takes is a line of DIR/tests.jsonl. A mutant is then tried
-on those functions of its part that run its statement, the quickest first, until one fails, and last on those that start
-a Python of their own, whose lines nobody sees. A survivor is one of these tests, and others may still kill it.
+Mutants are drawn from `pytest_adapt/verdict`, `pytest_adapt/golden` and `pytest_adapt/matrix.py`, all alike; left out
+are those inside annotations, which nothing evaluates, and those that do not compile. First every test function of TESTS
+runs alone, without a mutant: it must pass, and which lines it runs and how long it takes is a line of DIR/tests.jsonl.
+A mutant is then tried on those functions of its part that run its statement, the quickest first, until one fails, and
+last on those that start a Python of their own, whose lines nobody sees. A survivor is one of these tests, and others
+may still kill it.
 
 Each run is a fork of this process, which has imported what is slow and nothing of the package, in a copy of the tree.
 What was done is a line of DIR/mutants.jsonl, and the same command goes on after it: take a new DIR when the package has
@@ -22,6 +23,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +33,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,25 @@ def mutated(mutant: dict[str, Any], source: str) -> str:
     if changed is None:
         raise SystemExit(f"no such mutant: {mutant}")
     return str(changed)
+
+
+def compiles(source: str) -> bool:
+    """Without a warning: what Python itself refuses, no test needs to."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compile(source, "mutant", "exec")
+    except (SyntaxError, SyntaxWarning):
+        return False
+    return True
+
+
+def draw(everything: list[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
+    """The first mutants of a random order that compile, of all modules alike; more of them begin with the same ones."""
+    random.Random(seed).shuffle(everything)
+    sources = {name: (ROOT / name).read_text(encoding="utf-8") for name in {one["module"] for one in everything}}
+    fit = (one for one in everything if compiles(mutated(one, sources[one["module"]])))
+    return list(itertools.islice(fit, count))
 
 
 def copy_of_tree(place: Path) -> Path:
@@ -234,8 +256,9 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.directory / "mutants.jsonl"
     known = {(one["module"], one["operator"], one["occurrence"]) for one in read(path)}
     everything = every_mutant()
-    drawn = random.Random(arguments.seed).sample(everything, min(arguments.mutants, len(everything)))
-    drawn = [one for one in drawn if one["module"].startswith(arguments.only)]
+    drawn = [
+        one for one in draw(everything, arguments.mutants, arguments.seed) if one["module"].startswith(arguments.only)
+    ]
     left = [one for one in drawn if (one["module"], one["operator"], one["occurrence"]) not in known]
     print(f"{len(everything)} mutants, {len(drawn)} drawn, {len(left)} left", flush=True)
     trees = [copy_of_tree(arguments.directory / f"tree-{number}") for number in range(arguments.workers)]

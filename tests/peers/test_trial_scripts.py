@@ -67,6 +67,13 @@ def test_annotations_are_no_place_for_mutants() -> None:
     assert found == {("int | str",), ("list[int | None]",), ("int | None",)}
 
 
+def test_what_does_not_compile_is_no_mutant() -> None:
+    compiles = script("mutation").compiles
+    assert compiles("def f(x, *, y):\n    return x is y\n")
+    assert not compiles("def f(x, %, y):\n    return x is y\n")
+    assert not compiles("def f(x, *, y):\n    return x is 'y'\n"), "a warning is an error to pytest"
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     tree = tmp_path / "tree"
