@@ -44,13 +44,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pytest_adapt/verdict": (
         "tests/verdict",
         "tests/perf/test_growth.py",
+        "tests/faults/test_causes.py",
         *(f"tests/plugin/test_{name}.py" for name in ("verdicts", "cheats", "samples", "diagnosis", "reruns")),
+        *(f"tests/plugin/test_{name}.py" for name in ("selftest", "status", "reports")),
         "tests/audit",
         "tests/golden",
-        "tests/plugin/test_selftest.py",
+        "tests/peers/test_agreement_script.py",
     ),
     "pytest_adapt/golden": (
         "tests/golden",
+        *(f"tests/models/test_{name}.py" for name in ("walks", "needle", "search")),
         *(f"tests/plugin/test_{name}.py" for name in ("observed", "verdicts", "commands")),
         "tests/audit",
         "tests/verdict",
