@@ -21,11 +21,20 @@ from pytest_adapt.golden.diff import compare, invisible
 from pytest_adapt.golden.lint import drift, orphans, served_lengths, verify
 from pytest_adapt.golden.make import catalogue_tasks, environment, provenance
 from pytest_adapt.golden.record import Record, RecordError
-from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, OracleReference, TargetReference, carriers
+from pytest_adapt.golden.reference import (
+    ClosedReference,
+    GoldenProblem,
+    GoldenReference,
+    OracleReference,
+    TargetReference,
+    carriers,
+)
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
 from pytest_adapt.golden.sketch import log_softmax
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
 from pytest_adapt.models import catalogue
+from pytest_adapt.models.recall import words_of
+from pytest_adapt.models.walks import walks
 from pytest_adapt.target.protocol import Response
 
 WHY = {
@@ -307,6 +316,16 @@ def test_the_record_of_a_prompt_serves_the_shorter_ones(models_root: Path) -> No
     served, (tasks, absent) = served_lengths(), catalogue_tasks(models_root, ["llama-odd"])
     assert {name: sorted(task.inside) for name, task in tasks.items()} == {name: sorted(served[name]) for name in tasks}
     assert not absent and any(len(task.inside) > 1 for task in tasks.values())
+
+
+def test_a_closed_form_records_questions_borders_and_the_last_token(models_root: Path) -> None:
+    entry = catalogue()["needle-llama"]
+    (walk,) = walks(entry, 1, shortest=48, longest=48)
+    words, tokens = words_of(entry), (*walk.tokens, walk.tokens[0])
+    assert 16 in entry.contexts and not words.is_question(tokens[-1])
+    found = ClosedReference(OracleReference(models_root, entry.precisions), entry).record("p", tokens)
+    questions = {row for row in range(49) if words.is_question(tokens[row])}
+    assert questions and found.positions.tolist() == sorted(questions | {15, 16, 17, 48})
 
 
 def test_another_target_as_reference_errs_as_much_as_the_one_that_is_judged(live: OracleReference, tokens: Any) -> None:

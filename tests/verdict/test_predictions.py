@@ -398,7 +398,7 @@ def test_rows_hold_what_was_compared_and_the_error_of_rounding_the_answer() -> N
     assert found.positions.tolist() == [4, 6] and found.count.tolist() == [2, 3]
     assert found.square == pytest.approx([5.0, 4.0 / 3]) and found.largest.tolist() == [3.0, 2.0]
     assert found.yard_square.tolist() == [0.25, 0.25] and found.floor.tolist() == [0.25, 0.25]
-    assert found.floor_square == pytest.approx(2.0**-46 / 12)
+    assert found.floor_square == pytest.approx(2.0**-46 / 12, abs=0.0)
 
 
 @pytest.mark.parametrize(("times", "holds"), [(1.0, 2), (0.5, 2), (2.0, 1)])

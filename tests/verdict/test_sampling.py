@@ -30,6 +30,7 @@ from pytest_adapt.verdict.sampling import (
     distribution,
     drawable,
     plan,
+    surely_kept,
 )
 from pytest_adapt.verdict.statistics import permutation_test
 from pytest_adapt.verdict.status import Verdict
@@ -146,6 +147,8 @@ def test_wrong_filters_fail(planned: Plan, what: str) -> None:
     found = by_name(ask(planned, planned.filtered[label], change, draws=64))
     failed = [one for one in found.values() if not one.ok]
     assert failed and all(one.settled for one in failed), found
+    if what == "top_k keeps one too many":
+        assert "(rank 4) is not among those kept" in found["sample.support"].detail
 
 
 def test_a_token_at_the_border_needs_a_certificate() -> None:
@@ -161,6 +164,14 @@ def test_a_token_at_the_border_needs_a_certificate() -> None:
         assert drawable(near, Sampling(1.0, top_p=top_p))[2] == third
     assert distribution(near, Sampling(1.0, top_p=reached - 1e-9))[2] == 0
     assert distribution(near, Sampling(1.0, top_p=reached + 1e-9))[2] > 0
+
+
+def test_a_token_is_surely_kept_while_no_error_brings_those_before_it_to_top_p() -> None:
+    logits = np.log([0.5, 0.299, 0.15, 0.051])
+    for error, third in ((0.01, False), (1e-6, True)):
+        place = Place("p", (1,), logits, error, error, error)
+        assert surely_kept(place, Sampling(1.0, top_p=0.8)).tolist() == [True, True, third, False]
+        assert distribution(place, Sampling(1.0, top_p=0.8))[2] > 0
 
 
 @pytest.mark.requirement(113)
