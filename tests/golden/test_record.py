@@ -145,6 +145,12 @@ def test_sketches_of_known_rows() -> None:
     assert top_ids(np.zeros((1, 100)), 5).tolist() == [[0, 1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("count", [20, 300])
+def test_the_top_of_a_large_vocabulary_is_that_of_a_full_sort(count: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (3, 5000)).round(2)  # with ties
+    assert top_ids(logits, count).tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :count].tolist()
+
+
 def test_projections_measure_distances() -> None:
     rng = np.random.default_rng(0)
     a = rng.normal(size=(300, 500))

@@ -15,7 +15,7 @@ from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.selftest.healthy import healthy, respond
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import SiteView
+from pytest_adapt.verdict.localise import SiteView, compare_sites
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -515,3 +515,12 @@ def test_what_no_hidden_choice_can_explain_is_seen(bench: Any, damaged: Any, pre
     wrong.taps = {site: value for site, value in wrong.taps.items() if not fnmatch(site, "*.moe.*")}
     judge = judged(model, wrong, tokens, precision)
     assert judge.divergence is not None and judge.divergence.site == "layer.2.ffn.out", judge.message()
+
+
+def test_of_nothing_nothing_is_counted(bench: Any) -> None:
+    model = bench("llama-odd")
+    empty = compare_sites("p", {}, model.oracle, model.tokens(4), "fp32")
+    assert (empty.compared, empty.choices, empty.certified, empty.uncertified) == (0, 0, 0, 0)
+    tokens = model.tokens(4)
+    dense = compare_sites("p", model.answer(tokens, "fp32").taps, model.oracle, tokens, "fp32")
+    assert dense.compared and (dense.choices, dense.certified, dense.uncertified) == (0, 0, 0)
