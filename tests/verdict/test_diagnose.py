@@ -272,6 +272,11 @@ def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
     assert made.flags["other sign"] and not made.flags["zero"]
 
 
+@pytest.mark.parametrize(("fault", "several"), [("RT04", True), ("WL90", False)])
+def test_a_pattern_tells_one_layer_from_several(fault: str, several: bool) -> None:
+    assert pattern_of(red(fault)).flags["several layers"] is several
+
+
 def test_numbers_that_json_cannot_hold_are_left_out() -> None:
     (one,) = red("SC10")
     made = pattern_of([{**one, "measurements": [measured("secret", "inf")]}])  # type: ignore[arg-type]
