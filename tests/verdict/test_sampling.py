@@ -331,11 +331,13 @@ def test_places_are_certified_and_known(bench: Any, name: str) -> None:
 def test_eight_draws_of_the_reference_stand_against_each_of_the_target(
     planned: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the stated power counts on."""
+    """What the stated power counts on, and what healthy divergences may add to the frequencies of so many."""
     compared: dict[str, tuple[int, int]] = {}
 
     def test(target: Any, reference: Any, *given: Any, **settings: Any) -> Any:
         compared.update({name: (len(target[name]), len(reference[name])) for name in target})
+        healthy = sum(16 * 8 / 9 * 2 * 1.3**2 * one.kl / 1.4**2 for one in planned.places)
+        assert settings["frequency_margin"] == pytest.approx(healthy)
         return permutation_test(target, reference, *given, **settings)
 
     monkeypatch.setattr(sampling, "permutation_test", test)
