@@ -114,6 +114,7 @@ def change(store: Store, name: str, edit: Callable[[Record], Record], **entry: A
         ("placeholder", lambda one: replace(one, topk_logprobs=np.full_like(one.topk_logprobs, -5.8))),
         ("placeholder", lambda one: replace(one, topk_logprobs=one.topk_logprobs[:, :1].repeat(20, 1))),
         ("placeholder", lambda one: replace(one, projections=np.zeros_like(one.projections))),
+        ("placeholder", lambda one: replace(one, source="target t", projections=np.zeros_like(one.projections))),
         (
             "placeholder",
             lambda one: replace(one, errors={p: replace(e, rms=e.rms * 0) for p, e in one.errors.items()}),
@@ -126,6 +127,11 @@ def change(store: Store, name: str, edit: Callable[[Record], Record], **entry: A
 def test_records_that_are_none(store: Store, kind: str, edit: Callable[[Record], Record]) -> None:
     change(store, NAMES[0], edit)
     assert kinds(store) == {f"goldens: {kind}".removeprefix("goldens: ")}
+
+
+def test_a_target_that_shows_log_probabilities_has_no_log_sum_exp(store: Store) -> None:
+    change(store, NAMES[0], lambda one: replace(one, source="target t", lse=np.zeros_like(one.lse)))
+    assert kinds(store) == set()
 
 
 def test_a_copy_under_another_key(store: Store) -> None:

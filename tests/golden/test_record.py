@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.golden.record import Record, RecordError, RecordKey, divergence_terms
+from pytest_adapt.golden.record import Record, RecordError, RecordKey, answer_errors, divergence_terms
 from pytest_adapt.golden.sketch import PROJECTIONS, log_softmax, positions_of, project, top_ids
 
 
@@ -54,7 +54,7 @@ def test_a_prompt_of_512_tokens_is_below_150_kb(make: Any, tokens: Any, tmp_path
     assert (tmp_path / "a").stat().st_size < 150 * 1024
 
 
-@pytest.mark.parametrize("where", ["tensor", "metadata", "cut", "empty", "nothing", "schema", "foreign"])
+@pytest.mark.parametrize("where", ["tensor", "metadata", "cut", "empty", "nothing", "schema", "foreign", "words"])
 def test_a_touched_file_is_refused_with_a_way_out(make: Any, tokens: Any, tmp_path: Path, where: str) -> None:
     path = tmp_path / "a.safetensors"
     make("p", tokens(20)).save(path)
@@ -70,6 +70,8 @@ def test_a_touched_file_is_refused_with_a_way_out(make: Any, tokens: Any, tmp_pa
         header = header.replace(b'\\"schema\\":1', b'\\"schema\\":9')
     elif where == "foreign":
         header = header.replace(b'"adapt"', b'"other"')
+    elif where == "words":
+        header = header.replace(b'\\"schema\\":1', b'\\"schema\\":x')
     elif where == "cut":
         body = body[: len(body) // 2]
     if where == "nothing":
@@ -100,7 +102,9 @@ def test_a_prefix_is_the_record_of_the_prefix(make: Any, tokens: Any) -> None:
     assert np.isnan(whole.emulation("bf16").follow[-1])
     for layer in part.expert_ids:
         assert np.array_equal(whole.expert_ids[layer], part.expert_ids[layer])
-    assert len(whole.certified("bf16")) == 20
+    for name in ("rms", "largest", "kl", "gap", "follow"):
+        one, two = (getattr(record.emulation("bf16"), name) for record in (whole, part))
+        assert np.allclose(one, two, rtol=1e-3, atol=0, equal_nan=True), name
 
 
 def test_certified_positions_are_a_beginning_up_to_the_last_layer(make: Any, tokens: Any) -> None:
@@ -141,6 +145,12 @@ def test_sketches_of_known_rows() -> None:
     assert top_ids(np.zeros((1, 100)), 5).tolist() == [[0, 1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("count", [20, 300])
+def test_the_top_of_a_large_vocabulary_is_that_of_a_full_sort(count: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (20, 5000)).round(2)  # with ties
+    assert top_ids(logits, count).tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :count].tolist()
+
+
 def test_projections_measure_distances() -> None:
     rng = np.random.default_rng(0)
     a = rng.normal(size=(300, 500))
@@ -170,3 +180,33 @@ def test_a_large_vocabulary_needs_wide_ids(make: Any, tokens: Any, tmp_path: Pat
     wide = replace(record, vocab=151_936, topk_ids=ids)
     wide.save(tmp_path / "a")
     assert Record.load(tmp_path / "a").topk_ids[0, 0] == 150_000
+
+
+def test_errors_that_are_no_numbers_survive_the_file(make: Any, tokens: Any, tmp_path: Path) -> None:
+    """A margin of 0 makes a score infinite, and nothing follows the last token."""
+    record = make("p", tokens(4), ("bf16",))
+    special = np.array([0.0, np.inf, np.nan, 1.5])
+    errors = replace(record.errors["bf16"], score=special, follow=-special)
+    replace(record, errors={"bf16": errors}).save(tmp_path / "a")
+    found = Record.load(tmp_path / "a").errors["bf16"]
+    assert np.array_equal(found.score, special, equal_nan=True)
+    assert np.array_equal(found.follow, -special, equal_nan=True)
+
+
+def test_errors_of_an_answer_are_those_of_its_definitions() -> None:
+    rng = np.random.default_rng(0)
+    exact = rng.normal(0, 2, (6, 50))
+    other = exact + rng.normal(0, 0.05, exact.shape)
+    ids, follow = top_ids(exact, 8), np.array([3, 0, 49, 7, 1, -1])
+    found = answer_errors(exact, other, ids, follow)
+    rows = np.arange(6)[:, None]
+    log_p, log_q = log_softmax(exact)[0], log_softmax(other)[0]
+    off = (log_q - log_p)[rows, ids]
+    assert found["rms"] == pytest.approx(np.sqrt((off**2).mean(axis=1)), rel=1e-4)
+    assert found["largest"] == pytest.approx(np.abs(off).max(axis=1), rel=1e-4)
+    assert found["follow"][:5] == pytest.approx(np.abs(log_q - log_p)[range(5), follow[:5]], rel=1e-4)
+    assert np.isnan(found["follow"][5])
+    assert found["kl"] == pytest.approx((np.exp(log_p[rows, ids]) * (np.exp(off) - 1 - off)).sum(axis=1), rel=1e-3)
+    a, b = (one - one.mean(axis=1, keepdims=True) for one in (exact, other))
+    cosine = (a * b).sum(axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    assert found["gap"] == pytest.approx(1 - cosine, rel=1e-9)

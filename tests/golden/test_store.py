@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +18,24 @@ import pytest
 from pytest_adapt.golden import review
 from pytest_adapt.golden.cli import main
 from pytest_adapt.golden.diff import compare, invisible
-from pytest_adapt.golden.lint import drift, orphans, verify
-from pytest_adapt.golden.make import environment, provenance
+from pytest_adapt.golden.lint import drift, orphans, served_lengths, verify
+from pytest_adapt.golden.make import catalogue_tasks, environment, provenance
 from pytest_adapt.golden.record import Record, RecordError
-from pytest_adapt.golden.reference import GoldenProblem, GoldenReference, OracleReference, carriers
+from pytest_adapt.golden.reference import (
+    ClosedReference,
+    GoldenProblem,
+    GoldenReference,
+    OracleReference,
+    TargetReference,
+    carriers,
+)
 from pytest_adapt.golden.review import ReviewError, accept, list_pending, propose
+from pytest_adapt.golden.sketch import log_softmax
 from pytest_adapt.golden.store import INDEX, Store, StoreError, shipped_store
 from pytest_adapt.models import catalogue
+from pytest_adapt.models.recall import words_of
+from pytest_adapt.models.walks import walks
+from pytest_adapt.target.protocol import Response
 
 WHY = {
     "reason": "test",
@@ -161,6 +176,30 @@ def test_the_environment_is_recorded_and_its_drift_reported(store: Store, record
     assert verify(store, {record.key.id: record.key}) == [], "another environment alone is no finding"
 
 
+def test_drift_counts_the_records(store: Store, make: Any, tokens: Any) -> None:
+    for prompt in ("a", "b"):
+        store.write(make(prompt, tokens(4)), WHY)
+    assert drift(store, {"numpy": "1.0"}) == ["numpy: 9.9 -> 1.0 (3 records)"]
+
+
+def test_who_makes_a_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    monkeypatch.chdir(tmp_path)
+    assert provenance("why")["commit"] == "", "no repository"
+    git("init", "-q")
+    git("-c", "user.name=ana", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "first")
+    (tmp_path / "goldens").mkdir()
+    (tmp_path / "goldens" / "a").touch()
+    told = provenance("why")
+    assert told["commit"] == git("rev-parse", "HEAD").strip() and not told["dirty"]
+    (tmp_path / "b").touch()
+    assert provenance("why")["dirty"]
+    monkeypatch.setenv("PATH", "")
+    assert provenance("why")["commit"] == "", "no git"
+
+
 def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> None:
     assert compare(record, record).same
     logprobs = record.topk_logprobs.copy()
@@ -180,6 +219,15 @@ def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> No
     assert compare(record, make("p", tokens(15))).structure
     assert "precisions" in compare(record, make("p", tokens(16), ("fp32",))).structure[0]
     assert not invisible(record, replace(record, topk_ids=ids))
+
+
+def test_differences_are_counted_by_size(record: Record) -> None:
+    """0, then below 1e-6, 1e-4, 1e-3 and 1e-2, then the rest; a bound belongs to what is above it."""
+    before = replace(record, lse=np.zeros(16))
+    after = replace(record, lse=np.array([*[0.0] * 9, 5e-7, 1e-6, -5e-5, 1e-4, -1e-3, 5e-3, 0.5]))
+    (array,) = compare(before, after).arrays
+    assert array.buckets == (9, 1, 2, 1, 2, 1)
+    assert (array.changed, array.worst, array.old, array.new) == (7, (15,), 0.0, 0.5)
 
 
 # What a run may do ------------------------------------------------------------------------------------------------
@@ -262,6 +310,56 @@ def test_a_bad_own_record_is_never_replaced_by_another_store(
     with pytest.raises(GoldenProblem, match=record.key.id) as caught:
         GoldenReference(live, (own, store), prompts, "spec").record("p", prompts["p"])
     assert caught.value.status == ("stale" if how == "stale" else "fail")
+
+
+def test_the_record_of_a_prompt_serves_the_shorter_ones(models_root: Path) -> None:
+    served, (tasks, absent) = served_lengths(), catalogue_tasks(models_root, ["llama-odd"])
+    assert {name: sorted(task.inside) for name, task in tasks.items()} == {name: sorted(served[name]) for name in tasks}
+    assert not absent and any(len(task.inside) > 1 for task in tasks.values())
+
+
+def test_a_closed_form_records_questions_borders_and_the_last_token(models_root: Path) -> None:
+    entry = catalogue()["needle-llama"]
+    (walk,) = walks(entry, 1, shortest=48, longest=48)
+    words, tokens = words_of(entry), (*walk.tokens, walk.tokens[0])
+    assert 16 in entry.contexts and not words.is_question(tokens[-1])
+    found = ClosedReference(OracleReference(models_root, entry.precisions), entry).record("p", tokens)
+    questions = {row for row in range(49) if words.is_question(tokens[row])}
+    assert questions and found.positions.tolist() == sorted(questions | {15, 16, 17, 48})
+
+
+def test_another_target_as_reference_errs_as_much_as_the_one_that_is_judged(live: OracleReference, tokens: Any) -> None:
+    sequence = tokens(12)
+    shown = Response("r", 12, logits=np.asarray(live.oracle.run(sequence).logits))
+    found = TargetReference("other", lambda sent: shown, "bf16", 331, live).record("p", sequence)
+    exact = live.record("p", sequence)
+    assert np.allclose(found.next_logprob, exact.next_logprob, equal_nan=True)
+    assert np.array_equal(found.topk_ids, exact.topk_ids)
+    for name, times in (
+        ("rms", 2**0.5),
+        ("largest", 2**0.5),
+        ("follow", 2**0.5),
+        ("kl", 2.0),
+        ("gap", 2.0),
+        ("score", 1.0),
+    ):
+        one, two = (getattr(record.emulation("bf16"), name) for record in (found, exact))
+        assert np.allclose(one, two * times, equal_nan=True), name
+
+
+def test_a_reference_that_nobody_knows_has_the_noise_of_its_own_repeats(tokens: Any) -> None:
+    rng, sequence = np.random.default_rng(0), tokens(6)
+    logits = rng.normal(0, 2, (6, 40))
+    answers = [Response("r", 6, logits=logits), Response("r", 6, logits=logits + 1e-5 * rng.normal(size=logits.shape))]
+    sequence = tuple(token % 40 for token in sequence)
+    said = iter(answers)
+    found = TargetReference("other", lambda sent: next(said), "bf16", 40).record("p", sequence)
+    one, two = (log_softmax(answer.logits)[0] for answer in answers)
+    off = np.take_along_axis(one - two, found.topk_ids.astype(np.int64), axis=1)
+    noise = found.emulation("bf16")
+    assert noise.rms == pytest.approx(np.sqrt((off**2).mean(axis=1))) and noise.certified.all()
+    assert noise.largest == pytest.approx(np.abs(off).max(axis=1))
+    assert noise.follow[:-1] == pytest.approx(np.abs(one - two)[range(5), sequence[1:]]) and np.isnan(noise.follow[-1])
 
 
 # Review -----------------------------------------------------------------------------------------------------------
@@ -370,6 +468,29 @@ def test_commands(
     propose(pending, record, "update")
     assert main([*base, "reject", "--all"]) == 0
     assert list_pending(pending) == []
+
+
+def test_review_asks_about_each_pending_record(
+    store: Store, make: Any, tokens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    @contextmanager
+    def witness(root: Path) -> Iterator[Any]:
+        yield lambda record: {"name": "somebody"}
+
+    pending = tmp_path / "pending"
+    for prompt in ("a", "b", "c", "d"):
+        propose(pending, make(prompt, tokens(4)), "new")
+    said = iter(["a", "better", "r", "s", "a", ""])  # the last one without a reason
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pytest_adapt.golden.cli._witness", witness)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(["--store", str(store.directory), "--pending", str(pending), "review"]) == 0
+    assert [one.record_id[-7:] for one in list_pending(pending)] == ["c.exact", "d.exact"]
+    taken = Store(store.directory).entries
+    assert taken["qwen3-moe-odd.a.exact"]["provenance"]["reason"] == "better"
+    assert len(taken) == 2 and next(said, None) is None
+    assert "a record changes only for a reason; skipped" in capsys.readouterr().out
 
 
 def test_the_shipped_records_are_whole_and_witnessed() -> None:

@@ -60,7 +60,7 @@ def test_a_leaked_secret_is_traced_to_its_owner() -> None:
     assert wrong and name == owner.name
     judge = Judge("fp32")
     judge.walked(Response("0", len(walk.tokens), tokens=tuple(output)), walk, WALKS, 10)
-    assert f"they are the secret of {owner.name}, which ran beside it" in judge.message()
+    assert f": {wrong} of 10 tokens are not its own: they are the secret of {owner.name}, which" in judge.message()
     assert whose(walk, walk.expected(10), WALKS) == (0, "")
 
 
@@ -85,6 +85,7 @@ def test_a_short_answer_is_a_fault_unless_it_was_asked_to_end(tokens: int, finis
     walk = WALKS[0]
     judge.walked(Response("0", len(walk.tokens), walk.expected(tokens), finish=finish), walk, WALKS, 6, asked)
     assert bool(judge.failures()) is not ok
+    assert ok or f"{tokens} tokens came, 6 were asked for ({finish}); 0 of {tokens} tokens" in judge.message()
 
 
 def test_a_block_that_does_not_come_back_is_named() -> None:

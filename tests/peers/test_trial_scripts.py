@@ -1,10 +1,14 @@
-"""ci/clean_runs.py draws what can run and hides nothing; ci/mutation.py lets only green tests speak for a mutant."""
+"""ci/clean_runs.py draws what can run and hides nothing; ci/mutation.py tries a mutant on all that could see it."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +80,95 @@ def test_annotations_are_no_place_for_mutants() -> None:
     assert found == {("int | str",), ("list[int | None]",), ("int | None",)}
 
 
+def test_what_does_not_compile_is_no_mutant() -> None:
+    compiles = script("mutation").compiles
+    assert compiles("def f(x, *, y):\n    return x is y\n")
+    assert not compiles("def f(x, %, y):\n    return x is y\n")
+    assert not compiles("def f(x, *, y):\n    return x is 'y'\n"), "a warning is an error to pytest"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "pytest_adapt").symlink_to(Path(pytest_adapt.__file__).parent)
+    return tree
+
+
 @pytest.mark.parametrize(
-    ("body", "end"), [("assert True", "survived"), ("assert False", "FAILED"), ("while True: pass", "timeout")]
+    ("body", "end"),
+    [
+        ("assert True", "survived"),
+        ("assert False", "FAILED"),
+        ("exit(", "ERROR"),
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(600)", "timeout"),
+    ],
 )
-def test_only_green_tests_let_a_mutant_survive(tmp_path: Path, body: str, end: str) -> None:
-    (tmp_path / "pytest_adapt").symlink_to(Path(pytest_adapt.__file__).parent)
-    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
-    limit = 8 if end == "timeout" else 120
-    assert script("mutation").survives(tmp_path, ("test_it.py",), limit).startswith(end)
-    assert script("mutation").survives(tmp_path, ("test_absent.py",), 120) != "survived"
+def test_only_green_tests_let_a_mutant_survive(tree: Path, body: str, end: str) -> None:
+    (tree / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    limit = 1 if end == "timeout" else 120
+    assert script("mutation").survives(tree, ("test_it.py",), limit).startswith(end)
+    assert script("mutation").survives(tree, ("test_absent.py",), 120) != "survived"
+
+
+def test_what_a_run_started_ends_with_it(tree: Path) -> None:
+    (tree / "test_it.py").write_text("import os\ndef test_it(): os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '30')\n")
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    assert script("mutation").survives(tree, ("test_it.py",), 120) == "survived"
+    os.close(write)
+    ended = time.monotonic()
+    assert os.read(read, 1) == b""  # when the last process that could write has ended
+    os.close(read)
+    assert time.monotonic() - ended < 15
+
+
+def test_a_mutant_is_tried_on_what_runs_its_statement_and_on_what_hides_its_lines() -> None:
+    source = "A = (\n    1,\n    2,\n)\ndef f(x):\n    while x:\n        continue\n    return x\n"
+    at = "pytest_adapt/verdict/gates.py"
+
+    def one(test: str, seconds: float, lines: list[int], *, python: bool = False) -> dict[str, Any]:
+        return {"test": f"tests/{test}", "seconds": seconds, "python": python, "lines": {at: lines} if lines else {}}
+
+    known = [
+        one("verdict/test_a.py::test_slow", 3, [1, 5, 6, 7, 8]),
+        one("verdict/test_a.py::test_quick", 1, [1, 5, 6, 8]),
+        one("golden/test_a.py::test_imports", 2, [1, 5]),
+        one("golden/test_a.py::test_not", 1, []),
+        one("golden/test_a.py::test_python", 0.5, [], python=True),
+        one("plugin/test_matrix.py::test_of_another_part", 0.1, [1, 5, 6, 7, 8], python=True),
+    ]
+
+    def tried(line: int) -> list[str]:
+        chosen = script("mutation").tests_of({"module": at, "line": line}, source, known)
+        return [test.partition("::test_")[2] for test in chosen]
+
+    assert tried(3) == ["quick", "imports", "slow", "python"]  # of a statement of many lines one counts
+    assert tried(5) == ["quick", "imports", "slow", "python"]
+    assert tried(8) == ["quick", "slow", "python"]
+    assert tried(7) == ["quick", "slow", "python"]  # a jump may leave no code to run
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_lines_are_those_of_the_test_alone(tree: Path, python: bool) -> None:
+    pytest.importorskip("coverage")
+    (tree / "pytest_adapt").unlink()
+    for name in ("plugin", "matrix", "__init__"):
+        (tree / "pytest_adapt").mkdir(exist_ok=True)
+        (tree / "pytest_adapt" / f"{name}.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (tree / "test_it.py").write_text(
+        "import subprocess, sys\n"
+        f"def test_it():\n    from pytest_adapt.matrix import f\n    f({python})\n"
+        f"    if {python}: subprocess.run([sys.executable, '--version'])\n"
+        "def test_other():\n    assert False\n"
+    )
+    code = "import json, sys; sys.path.insert(0, sys.argv[1]); import mutation, pathlib\n"
+    code += "print(json.dumps(mutation.measured(pathlib.Path(sys.argv[2]), sys.argv[3], 60)))"
+    command = [sys.executable, "-c", code, str(CI), str(tree)]
+    done = subprocess.run([*command, "test_it.py::test_it"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["lines"] == {"pytest_adapt/matrix.py": [1, 2, 3] if python else [1, 2, 4]}
+    assert found["python"] is python
+    red = subprocess.run([*command, "test_it.py::test_other"], capture_output=True, text=True, check=False)
+    assert red.returncode and "not green without a mutant: test_it.py::test_other" in red.stderr

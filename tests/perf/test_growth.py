@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pytest_adapt.verdict.growth import exponent
@@ -16,6 +18,12 @@ def test_the_exponent_of_a_power_law_is_found(power: int, level: float) -> None:
     for unit in (1e-9, 1.0, 1e9):
         values = [unit * (level + (n / 1024) ** power) for n in LENGTHS]
         assert exponent(LENGTHS, values) == pytest.approx(power, abs=0.1)
+
+
+def test_a_cost_has_no_negative_part_and_a_logarithm_next_to_no_exponent() -> None:
+    """A line that starts below 0 is no cost: of those that are, the next one is steeper."""
+    assert exponent(LENGTHS, [n / 1024 - 0.9 for n in LENGTHS]) > 1.2
+    assert exponent(LENGTHS, [100 + math.log(n) for n in LENGTHS]) < 0.03
 
 
 def test_what_does_not_grow_has_exponent_0() -> None:

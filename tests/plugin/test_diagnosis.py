@@ -133,10 +133,11 @@ def test_full_tensors_are_written_only_on_request(folder: Folder, write: Write) 
     folder.run("Wrong", FP32, "--adapt-dump=kept", "test_mine.py")
     (kept,) = (folder.path / "kept").iterdir()  # the red item alone
     assert "test_predictions" in kept.name
-    arrays = [np.load(file) for file in kept.glob("*.npz")]
+    arrays = list(kept.glob("*.npz"))
     assert arrays
-    for one in arrays:
-        rows, vocab = one["logits"].shape
+    for file in arrays:
+        with np.load(file) as one:
+            rows, vocab = one["logits"].shape
         assert rows > 0
         assert vocab == 331
 

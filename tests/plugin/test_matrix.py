@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +66,31 @@ def test_a_users_own_fixture_of_the_same_name_wins(folder: Folder, write: Write)
         """
     )
     assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "least"),
+    [
+        ("vocab_size", 8),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("num_experts", 0),
+        ("num_local_experts", 0),
+        ("n_routed_experts", 0),
+        ("max_position_embeddings", 0),
+    ],
+)
+def test_numbers_of_a_configuration_have_least_values(tmp_path: Path, key: str, least: int) -> None:
+    from pytest_adapt.matrix import _from_directory
+
+    def read(value: int) -> object:
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 331, key: value}))
+        return _from_directory(str(tmp_path), [])
+
+    assert read(least)
+    with pytest.raises(pytest.UsageError, match=f"{key} is {least - 1}, expected a number of at least {least}"):
+        read(least - 1)
 
 
 def test_items_are_sorted_so_that_each_deployment_opens_once(folder: Folder, write: Write) -> None:

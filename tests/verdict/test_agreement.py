@@ -86,6 +86,8 @@ def test_generated_tokens_agree_or_are_near_ties(pair: Any) -> None:
         judge = Judge("bf16")
         judge.agree("tokens", *answers, record)
         assert bool(judge.failures()) is not legal, judge.message()
+        (found,) = judge.measurements
+        assert (found.position, found.value) == (row, 0.0 if legal else 1.0)
         judge = Judge("bf16")
         judge.agree("tokens", answers[0], answers[0], record)
         assert not judge.failures()
@@ -132,11 +134,12 @@ def changed(response: Response, what: str) -> Response:
 @pytest.mark.parametrize("what", ["logits", "taps", "zero sign", "score", "topk", "tokens", "text", "finish"])
 def test_any_bit_counts(pair: Any, what: str) -> None:
     _, _, one, _ = pair("fp32")
-    one = replace(one, tokens=(5, 6), text="a", taps=dict(one.taps))
+    one = replace(one, tokens=(5, 6), text="some text", taps=dict(one.taps))
     one.taps["layer.1.attn.out"][12, 0] = 0.0
     judge = Judge("fp32")
-    judge.identical("twice", one, replace(one))
+    judge.identical("twice", one, replace(one, tokens=(*one.tokens[:1], 6), text="".join(["some ", "text"])))
     assert not judge.failures() and judge.measurements[0].compared > 1000
+    assert judge.measurements[0].budget == 0.0
     judge.identical("twice", one, changed(one, what))
     (failed,) = judge.failures()
     assert failed.metric == "identical"
@@ -163,3 +166,12 @@ def test_a_promise_is_kept_or_not() -> None:
     assert not judge.failures()
     judge.promise("memory", False, "32 of 20 MiB", value=32.0, budget=20.0, prompt="p", observable="text")
     assert "memory [text]: 32, budget 20 (160% of budget) at p: 32 of 20 MiB" in judge.message()
+
+
+def test_another_type_or_shape_is_no_other_bit(pair: Any) -> None:
+    _, _, one, _ = pair("fp32")
+    for other, said in ((one.logits.astype(np.float64), "float64 (60, 313)"), (one.logits[:, :9], "float32 (60, 9)")):
+        judge = Judge("fp32")
+        judge.identical("twice", one, replace(one, logits=other))
+        (failed,) = judge.failures()
+        assert f"logits: float32 (60, 313) from token 0 and {said} from token 0" in failed.detail

@@ -30,6 +30,9 @@ def noise(seed: int, count: int = 400, width: int = 20) -> np.ndarray:
         ("fp16", 1.0, 2.0**-10),
         ("fp16", 0.0, 2.0**-24),
         ("fp32", 0.0, 2.0**-149),
+        ("bf16", 0.0, 2.0**-133),
+        ("fp64", 0.0, 2.0**-1074),
+        ("fp64", 1.0, 2.0**-52),
         ("fp32", math.inf, 0.0),
     ],
 )
@@ -101,6 +104,16 @@ def test_a_volatile_row_may_err_more() -> None:
     assert Comparison(rows=[rows(errors, yard)]).largest()[3] == 51
 
 
+def test_the_budget_of_a_row_that_stands_out_grows_with_it_and_with_luck() -> None:
+    """Of values like 2, 0, 0, 0 the largest is twice the rms; a row alone is judged as one of nine."""
+    yard = np.zeros((100, 4))
+    yard[:, 0] = 2e-3
+    yard[50] *= 10.0
+    (found,) = Comparison(rows=[rows(np.zeros((100, 4)), yard)]).row_budgets()
+    assert found[50] == pytest.approx(spread(9) * 2e-2)
+    assert np.delete(found, 50) == pytest.approx(MAX_FACTOR * 2e-2)
+
+
 def test_few_values_decide_little() -> None:
     assert spread(0) == math.inf
     assert spread(1) > spread(10) > spread(100) > 1.0
@@ -129,12 +142,21 @@ def test_the_interval_is_clustered_by_prompt() -> None:
     assert Comparison(rows=alike.rows[:2]).interval() is None
 
 
+def test_the_interval_is_the_jackknifes() -> None:
+    sizes = [1.0, 2.0, 3.0, 4.0]
+    found = Comparison(rows=[rows(np.full((1, 1), one), np.ones((1, 1)), f"p{one}") for one in sizes]).interval()
+    without = [0.5 * math.log(np.mean([two**2 for two in sizes if two != one])) for one in sizes]
+    error, whole = math.sqrt(3 * np.var(without)), math.sqrt(np.mean(np.square(sizes)))
+    assert found == pytest.approx((whole * math.exp(-2 * error), whole * math.exp(2 * error)))
+
+
 def test_the_worst_row_is_found_in_the_right_prompt() -> None:
     errors = noise(1, 30)
     errors[17] *= 9
-    comparison = Comparison(rows=[rows(noise(2, 30), noise(3, 30), "calm"), rows(errors, noise(4, 30), "wild")])
-    assert comparison.worst_row() == ("wild", 17)
-    assert comparison.largest()[2:] == ("wild", 17)
+    parts = [rows(noise(2, 30), noise(3, 30), "calm"), rows(errors, noise(4, 30), "wild")]
+    for comparison in (Comparison(rows=parts), Comparison(rows=parts[::-1])):
+        assert comparison.worst_row() == ("wild", 17)
+        assert comparison.largest()[2:] == ("wild", 17)
 
 
 def test_empty_rows_are_not_taken() -> None:

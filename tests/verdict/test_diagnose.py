@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from pytest_adapt.faults.matrix import MatrixError
-from pytest_adapt.verdict.diagnose import Diagnosis, of_report, one_line, read_matrix
-from pytest_adapt.verdict.diagnose_cli import main
+from pytest_adapt.verdict.diagnose import (
+    Diagnosis,
+    Match,
+    _patterns,
+    _reasons,
+    _tempered,
+    of_report,
+    one_line,
+    read_matrix,
+)
+from pytest_adapt.verdict.diagnose_cli import _lines, main
 from pytest_adapt.verdict.pattern import pattern_of
 
 SITES = "correctness/test_sites.py::test_each_operation"
@@ -235,6 +244,39 @@ def test_names_of_prompts_and_cases_are_no_words() -> None:
     assert {name for name in made.flags if name.startswith("word ")} == {"word stress tokens"}
 
 
+@pytest.mark.parametrize(("green", "known"), [("single", True), ("tp2", None)])
+def test_an_axis_is_suspected_where_one_rank_was_judged_and_is_green(green: str, known: bool | None) -> None:
+    cell = {"model": "deepseek-v3-odd-pos", "precision": "bf16"}
+    failed = case(LAYOUTS, layout="tp2", **cell)
+    passed = case(SITES, layout=green, **cell) | {"status": "pass"}
+    ((_, made),) = _patterns([failed], [failed, passed])
+    assert made.flag("axis tp") is known
+
+
+def test_reasons_are_the_mean_over_deployments() -> None:
+    evidence = [{"AA01": {"a": 1.0, "b": -1.0, "c": 0.15}}, {"AA01": {"a": 0.5, "b": 0.2, "d": 0.6}}]
+    assert _reasons(evidence, "AA01") == (("a", "d"), ("b",))
+    assert _reasons(evidence, "") == ((), ())
+
+
+def test_features_that_tell_one_story_share_their_weight() -> None:
+    words = {f"word suite {name}": 2.0 for name in "abcd"}
+    told = _tempered({**words, "divergence attn.q": 2.0, "no word suite e": 0.05}, 0.5)
+    assert told == pytest.approx({**dict.fromkeys(words, 0.5), "divergence attn.q": 1.0, "no word suite e": 0.0125})
+
+
+def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
+    (one, *_) = red("RT04")
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "got": "-20", "expected": "0.2"}}])
+    assert made.numbers["ratio"] == pytest.approx(2.0)
+    assert made.flags["other sign"] and not made.flags["zero"]
+
+
+@pytest.mark.parametrize(("fault", "several"), [("RT04", True), ("WL90", False)])
+def test_a_pattern_tells_one_layer_from_several(fault: str, several: bool) -> None:
+    assert pattern_of(red(fault)).flags["several layers"] is several
+
+
 def test_numbers_that_json_cannot_hold_are_left_out() -> None:
     (one,) = red("SC10")
     made = pattern_of([{**one, "measurements": [measured("secret", "inf")]}])  # type: ignore[arg-type]
@@ -264,12 +306,18 @@ def test_the_command_prints_likelihoods_titles_and_reports(files: tuple[Path, Pa
     assert len(lines) <= 24
 
 
+def test_what_the_command_does_not_show_is_summed() -> None:
+    chances = {"AA01": 0.5, "AA02": 0.2, "AA03": 0.15, "AA04": 0.1, "": 0.05}
+    found = Diagnosis("a cause", 1, "a case", tuple(Match(name, share) for name, share in chances.items()), "taps")
+    assert "     5%  none of the known; 25% others" in _lines(1, found, {}, 2)
+
+
 def test_the_command_gives_json(files: tuple[Path, Path], capsys: Any) -> None:
     folder, file = files
     assert main([str(folder / "report.json"), "--matrix", str(file), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     best = found["matches"][0]
-    assert (best["fault"], best["report"]) == ("RT04", "vllm#24119")
+    assert (best["fault"], best["title"], best["report"]) == ("RT04", "Routed scale applied twice", "vllm#24119")
     assert sum(match["likelihood"] for match in found["matches"]) == pytest.approx(1.0)
 
 

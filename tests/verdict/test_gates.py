@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pytest_adapt.target.protocol import Response
-from pytest_adapt.verdict.gates import most_likely_rate
+from pytest_adapt.target.protocol import Response, TopK
+from pytest_adapt.verdict.gates import Evidence, most_likely_rate
 from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.result import Measurement
 from pytest_adapt.verdict.sampling import LOOKS
+from pytest_adapt.verdict.statistics import coarse_divergence, student_quantile
 
 NUMBER, LENGTH = 24, 12
 CELLS = [(name, precision) for name in ("llama-odd", "qwen3-moe-odd") for precision in ("fp32", "bf16")]
@@ -76,11 +78,12 @@ def test_a_wrong_scale_fails(bench: Any, damaged: Any, name: str, precision: str
 def test_tokens_that_differ_fail_where_nothing_else_is_shown(bench: Any) -> None:
     """Text alone: one generated token in five is the second best."""
     model = bench("llama-odd")
-    judge = Judge("fp32")
+    judge, right = Judge("fp32"), Judge("fp32")
     for seed in range(NUMBER):
         tokens = model.tokens(LENGTH, seed)
         record = model.record(tokens, "fp32")
         said = record.topk_ids[4:, 0].copy()
+        right.sample(f"prompt-{seed}", Response("r", 5, tuple(map(int, said))), record, model.oracle)
         said[seed % 5 :: 5] = record.topk_ids[4:, 1][seed % 5 :: 5]
         response = Response("r", 5, tuple(int(token) for token in said))
         judge.sample(f"prompt-{seed}", response, record, model.oracle)
@@ -88,6 +91,7 @@ def test_tokens_that_differ_fail_where_nothing_else_is_shown(bench: Any) -> None
     assert (failed.metric, failed.observable) == ("sample.token_match", "text")
     assert failed.prompt.startswith("prompt-")
     assert "0 of the reference's own" in failed.detail
+    assert right.settled and not right.failures()
 
 
 def test_a_flip_that_the_reference_makes_too_is_noise(bench: Any) -> None:
@@ -141,4 +145,57 @@ def test_the_noise_floor_of_rare_events_is_their_upper_limit() -> None:
         assert most_likely_rate(noise) * 1000 == pytest.approx(limit, rel=1e-4)
     # Events that come together say less than their number does.
     together = {str(cluster): np.full(50, float(cluster == 0)) for cluster in range(20)}
-    assert most_likely_rate(together) * 1000 > 100
+    assert most_likely_rate(together) == pytest.approx(0.05 + student_quantile(0.95, 19) * 0.05)
+
+
+P = np.array([0.4, 0.2, 0.1, 0.1, 0.1, 0.1])
+"""A distribution of which the first three tokens are listed."""
+
+
+def listed(model: Any, off: np.ndarray, kl: float, rms: float) -> Measurement:
+    """The divergence gate of two prompts whose listed log-probabilities are ``off`` by so much [LENGTH, 3]."""
+    evidence, ids = Evidence(), np.tile(np.arange(3), (LENGTH, 1))
+    for seed in range(2):
+        record = model.record(model.tokens(LENGTH, seed), "fp32")
+        errors = replace(record.emulation("fp32"), kl=np.full(LENGTH, kl), rms=np.full(LENGTH, rms))
+        record = replace(
+            record, topk_ids=ids, topk_logprobs=np.tile(np.log(P[:3]), (LENGTH, 1)), errors={"fp32": errors}
+        )
+        answer = Response("r", LENGTH, topk=TopK(ids, record.topk_logprobs + off))
+        evidence.sample(f"prompt-{seed}", answer, record, "fp32", None)
+    return next(one for one in evidence.measurements() if one.metric == "sample.kl")
+
+
+def test_the_noise_floor_of_a_divergence_counts_the_mass_outside_the_list(bench: Any) -> None:
+    """The emulation's divergence is one of listed tokens alone; that of a target has all others as one more token."""
+    error = 1e-3
+    wrong = np.log(P) + np.random.default_rng(0).normal(0, error, (100_000, len(P)))
+    wrong -= np.log(np.exp(wrong).sum(axis=1, keepdims=True)) + np.log(P)
+    alone = float(np.mean(np.sum(P[:3] * wrong[:, :3] ** 2, axis=1))) / 2
+    stated = listed(bench("llama-odd"), np.zeros((LENGTH, 3)), alone, error).detail.partition("which is ")[2].split()[0]
+    expected = float(np.mean(coarse_divergence(np.tile(np.log(P[:3]), (len(wrong), 1)), wrong[:, :3])))
+    assert float(stated) == pytest.approx(expected, rel=0.02)
+    assert expected > 1.1 * alone
+
+
+def test_a_divergence_has_the_floor_of_rounding_the_answer_once(bench: Any) -> None:
+    rounding = float(np.mean(np.spacing(np.log(P[:3]).astype(np.float32)).astype(np.float64) ** 2)) / 12
+    off = np.full((LENGTH, 3), 2e-7)
+    found = float(np.mean(coarse_divergence(np.tile(np.log(P[:3]), (LENGTH, 1)), off)))
+    assert listed(bench("llama-odd"), off, 0.0, 0.0).value == pytest.approx(math.log(found / rounding + 1), rel=1e-3)
+    better = listed(bench("llama-odd"), np.zeros((LENGTH, 3)), 1e-6, 0.0)
+    assert better.ok and better.value == pytest.approx(math.log(rounding / 1e-6), rel=1e-3), "no error of its own"
+
+
+def test_the_noise_of_a_likelihood_is_that_of_one_prompt(bench: Any) -> None:
+    """Eleven tokens follow another one; their errors are independent."""
+    model, judge = bench("llama-odd"), Judge("bf16")
+    for seed in range(3):
+        tokens = model.tokens(LENGTH, seed)
+        record = model.record(tokens, "bf16")
+        errors = replace(record.emulation("bf16"), follow=np.append(np.full(LENGTH - 1, 1e-2), np.nan))
+        answer = Response("r", LENGTH, scores=record.next_logprob)
+        judge.sample(f"prompt-{seed}", answer, replace(record, errors={"bf16": errors}), model.oracle)
+    (found,) = judge.measurements
+    assert found.budget == pytest.approx(1.3e-2 / math.sqrt(LENGTH - 1))
+    assert f"the noise of one prompt is {1e-2 / math.sqrt(LENGTH - 1):.3g}" in found.detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from pytest_adapt.golden.record import Record
 from pytest_adapt.models import catalogue, prompts
 from pytest_adapt.target.protocol import Response, TopK
+from pytest_adapt.verdict.budget import Comparison, Rows
 from pytest_adapt.verdict.judge import Judge
+from pytest_adapt.verdict.pooling import describe, judge_assumption, rows_of
+from pytest_adapt.verdict.result import Measurement
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OBSERVABLES = ("logits", "score", "topk")
@@ -150,6 +154,19 @@ def test_one_wrong_position_fails(case: Any) -> None:
     wrong.logits = logits
     (largest,) = (one for one in judged("bf16", record, wrong).failures() if one.metric == "logprob.max")
     assert (largest.position, largest.prompt) == (41, "prompt-0")
+    assert "; the 41 rows before this one agree" in largest.detail
+
+
+@pytest.mark.parametrize(
+    ("row", "said"), [(0, "wrong from the first row on"), (1, "only the row before this one agrees")]
+)
+def test_where_an_error_begins_is_said(case: Any, row: int, said: str) -> None:
+    _, _, record, answer = case("llama-odd", "bf16")
+    wrong = only(answer, "logits")
+    wrong.logits = answer.logits.copy()
+    wrong.logits[row:, record.topk_ids[row, 3]] += 1.5
+    (largest,) = (one for one in judged("bf16", record, wrong).failures() if one.metric == "logprob.max")
+    assert (largest.position, largest.detail) == (row, f"largest error, nats; {said}")
 
 
 @pytest.mark.parametrize("observable", ["logits", "topk"])
@@ -347,3 +364,62 @@ def test_a_message_fits_one_screen_and_names_everything(case: Any) -> None:
     lines = judge.message().splitlines()
     assert len(lines) <= 14
     assert any("logprob.max [logits]" in line and "budget" in line and "position" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (Measurement("m", 0.0, 0.0, True), "m: 0, budget 0"),
+        (Measurement("m", 2.0, 0.0, False), "m: 2, budget 0"),
+        (Measurement("m", 0.1, 0.5, True, "text"), "m [text]: 0.1, budget 0.5 (20% of budget)"),
+        (Measurement("m", 30.0, 0.5, False), "m: 30, budget 0.5 (60 x budget)"),
+        (Measurement("m", math.inf, 0.5, False), "m: inf, budget 0.5"),
+        (
+            Measurement("m", 1.0, 2.0, True, "", "p", 0, "s", 1, "why"),
+            "m: 1, budget 2 (50% of budget) at p, s, position 0: why",
+        ),
+    ],
+)
+def test_a_measurement_is_one_line(given: Measurement, line: str) -> None:
+    assert describe(given) == line
+
+
+def test_failures_of_one_kind_are_one_line() -> None:
+    judge = Judge("fp32")
+    for number in range(2):
+        judge.promise("loads", False, f"reason {number}")
+    assert judge.message() == "loads: 1, budget 0: reason 0; and 1 more like it"
+
+
+def test_rows_hold_what_was_compared_and_the_error_of_rounding_the_answer() -> None:
+    error = np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, np.nan], [0.0, 2.0, 0.0]])
+    values = np.full((3, 3), -1.5)
+    found = rows_of("p", np.array([4, 5, 6]), error, np.full(3, 0.5), np.full(3, 2.0), np.full((3, 3), 0.25), values)
+    assert found.positions.tolist() == [4, 6] and found.count.tolist() == [2, 3]
+    assert found.square == pytest.approx([5.0, 4.0 / 3]) and found.largest.tolist() == [3.0, 2.0]
+    assert found.yard_square.tolist() == [0.25, 0.25] and found.floor.tolist() == [0.25, 0.25]
+    assert found.floor_square == pytest.approx(2.0**-46 / 12, abs=0.0)
+
+
+@pytest.mark.parametrize(("times", "holds"), [(1.0, 2), (0.5, 2), (2.0, 1)])
+def test_positions_stay_certified_while_scores_err_no_more_than_the_margin_allows(times: float, holds: int) -> None:
+    """A score of 0.3 holds while errors are at most 1.67 times the emulation's."""
+    yard = np.full(400, 1e-3)
+    comparison = Comparison(
+        rows=[
+            Rows(
+                "p",
+                np.arange(400),
+                np.ones(400, int),
+                (times * yard) ** 2,
+                times * yard,
+                yard**2,
+                yard,
+                0 * yard,
+                0 * yard,
+            )
+        ]
+    )
+    found = judge_assumption(comparison, [np.array([0.1, 0.3]), np.array([0.6])])
+    assert found.value == pytest.approx(times)
+    assert f"; {holds} of 3 positions stay certified" in found.detail

@@ -15,9 +15,24 @@ import pytest
 from pytest_adapt.golden.reference import OracleReference
 from pytest_adapt.models import catalogue, prompts
 from pytest_adapt.target.protocol import Response, Sampling
+from pytest_adapt.verdict import sampling
+from pytest_adapt.verdict.budget import RMS_FACTOR
 from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.result import Measurement
-from pytest_adapt.verdict.sampling import CONCERN, LOOKS, Draws, Place, Plan, distribution, drawable, plan
+from pytest_adapt.verdict.sampling import (
+    CONCERN,
+    LOOKS,
+    Draws,
+    Place,
+    Plan,
+    _border_risk,
+    _more_than,
+    distribution,
+    drawable,
+    plan,
+    surely_kept,
+)
+from pytest_adapt.verdict.statistics import permutation_test
 from pytest_adapt.verdict.status import Verdict
 
 VOCAB = 64
@@ -132,6 +147,8 @@ def test_wrong_filters_fail(planned: Plan, what: str) -> None:
     found = by_name(ask(planned, planned.filtered[label], change, draws=64))
     failed = [one for one in found.values() if not one.ok]
     assert failed and all(one.settled for one in failed), found
+    if what == "top_k keeps one too many":
+        assert "(rank 4) is not among those kept" in found["sample.support"].detail
 
 
 def test_a_token_at_the_border_needs_a_certificate() -> None:
@@ -147,6 +164,14 @@ def test_a_token_at_the_border_needs_a_certificate() -> None:
         assert drawable(near, Sampling(1.0, top_p=top_p))[2] == third
     assert distribution(near, Sampling(1.0, top_p=reached - 1e-9))[2] == 0
     assert distribution(near, Sampling(1.0, top_p=reached + 1e-9))[2] > 0
+
+
+def test_a_token_is_surely_kept_while_no_error_brings_those_before_it_to_top_p() -> None:
+    logits = np.log([0.5, 0.299, 0.15, 0.051])
+    for error, third in ((0.01, False), (1e-6, True)):
+        place = Place("p", (1,), logits, error, error, error)
+        assert surely_kept(place, Sampling(1.0, top_p=0.8)).tolist() == [True, True, third, False]
+        assert distribution(place, Sampling(1.0, top_p=0.8))[2] > 0
 
 
 @pytest.mark.requirement(113)
@@ -251,6 +276,26 @@ def test_one_seed_differs_by_rounding_only(planned: Plan) -> None:
     assert differ > 2 * allowed
 
 
+def test_borders_between_tokens_move_as_far_as_two_runs_do(planned: Plan) -> None:
+    """The sum over borders of how far each lies from its place in the other run, as two errors of that size move it."""
+    rng, one = np.random.default_rng(0), planned.places[0]
+    order = np.argsort(-one.logits)
+
+    def borders() -> np.ndarray:
+        noise = rng.normal(0, RMS_FACTOR * one.rms, VOCAB)
+        return np.cumsum(distribution(replace(one, logits=one.logits + noise), planned.plain)[order])
+
+    moved = np.mean([np.abs(borders() - borders()).sum() for _ in range(1500)])
+    assert _border_risk(one, planned.plain) == pytest.approx(moved, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("count", "rate", "p"), [(0, 0.0, 0.0), (0, 3.0, 0.9502129), (2, 3.0, 0.5768099), (1, 0.5, 0.0902040)]
+)
+def test_more_events_than_a_poisson_number_allows(count: int, rate: float, p: float) -> None:
+    assert _more_than(count, rate) == pytest.approx(p, abs=1e-7)
+
+
 def test_looks_add_up_and_every_seed_is_new(planned: Plan) -> None:
     seeds = [
         (request.prompt, request.sampling.seed)
@@ -281,3 +326,48 @@ def test_places_are_certified_and_known(bench: Any, name: str) -> None:
         assert one.logits == pytest.approx(np.asarray(model.oracle.run(one.tokens).logits)[-1], abs=1e-9)
     with pytest.raises(Verdict, match="the oracle does not know this model"):
         plan(handle, SimpleNamespace(oracle=None), "bf16")
+
+
+def test_eight_draws_of_the_reference_stand_against_each_of_the_target(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the stated power counts on, and what healthy divergences may add to the frequencies of so many."""
+    compared: dict[str, tuple[int, int]] = {}
+
+    def test(target: Any, reference: Any, *given: Any, **settings: Any) -> Any:
+        compared.update({name: (len(target[name]), len(reference[name])) for name in target})
+        healthy = sum(16 * 8 / 9 * 2 * 1.3**2 * one.kl / 1.4**2 for one in planned.places)
+        assert settings["frequency_margin"] == pytest.approx(healthy)
+        return permutation_test(target, reference, *given, **settings)
+
+    monkeypatch.setattr(sampling, "permutation_test", test)
+    assert by_name(ask(planned, planned.plain, lambda setting: setting, draws=16))["sample.distribution"].ok
+    assert compared == {one.name: (16, 128) for one in planned.places}
+
+
+@pytest.mark.parametrize("k", range(3, 9))
+def test_the_filter_is_asked_for_where_one_token_too_many_shows_most(k: int) -> None:
+    """The best ``k`` tokens are equal, so that fewer would be near-ties, and behind the next one comes nothing."""
+    tokens = tuple(range(20))
+    logits = np.full(VOCAB, -5.0)
+    logits[:k], logits[k] = 3.0, 2.5
+    emulation = SimpleNamespace(certified=np.ones(20, bool), largest=np.full(20, 1e-3), rms=np.ones(20), kl=np.ones(20))
+    record = SimpleNamespace(positions=np.arange(20), emulation=lambda precision: emulation)
+    run = SimpleNamespace(run=lambda tokens, rows: SimpleNamespace(logits=np.tile(logits, (len(rows), 1))))
+    model = SimpleNamespace(all_prompts={"searched-0": tokens}, config={})
+    found = plan(model, SimpleNamespace(oracle=run, record=lambda name, tokens: record), "bf16")
+    assert (found.top_k, found.end, len(found.places)) == (k, -1, 8)
+
+
+def test_an_estimate_of_the_temperature_comes_with_twice_its_error_and_the_draws_that_would_settle_it(
+    planned: Plan,
+) -> None:
+    drawn = ask(planned, planned.plain, lambda setting: setting, draws=8)
+    detail = by_name(drawn)["sample.temperature"].detail
+    times, low, high = (float(word.strip(",;")) for word in np.array(detail.split())[[2, 3, 5]])
+    error = 1 / math.sqrt(drawn._information())
+    assert (low, high) == pytest.approx((times * math.exp(-2 * error), times * math.exp(2 * error)), abs=2e-3)
+    gap = (
+        math.log(CONCERN) - abs(sum(drawn._moved(one, signed=True) for one in drawn.drawn)) * error**2 - drawn._slack()
+    )
+    assert f"about {math.ceil((1.6448536 / gap * error) ** 2 * drawn.count)} draws would settle it" in detail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase as fnmatch
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.selftest.healthy import healthy, respond
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import SiteView
+from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -515,3 +516,27 @@ def test_what_no_hidden_choice_can_explain_is_seen(bench: Any, damaged: Any, pre
     wrong.taps = {site: value for site, value in wrong.taps.items() if not fnmatch(site, "*.moe.*")}
     judge = judged(model, wrong, tokens, precision)
     assert judge.divergence is not None and judge.divergence.site == "layer.2.ffn.out", judge.message()
+
+
+def test_of_nothing_nothing_is_counted(bench: Any) -> None:
+    model = bench("llama-odd")
+    empty = compare_sites("p", {}, model.oracle, model.tokens(4), "fp32")
+    assert (empty.compared, empty.choices, empty.certified, empty.uncertified) == (0, 0, 0, 0)
+    tokens = model.tokens(4)
+    dense = compare_sites("p", model.answer(tokens, "fp32").taps, model.oracle, tokens, "fp32")
+    assert dense.compared and (dense.choices, dense.certified, dense.uncertified) == (0, 0, 0)
+
+
+def test_the_order_of_sums_makes_no_row_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0 has a near-tie of experts that nobody shows; with the other choice one value of one site is another."""
+    monkeypatch.setattr("pytest_adapt.oracle.routing.choose", lambda *given: SimpleNamespace(ids=np.array([[1]])))
+    selection, ids = np.array([[1.0, 0.9], [0.1, 1.0]]), np.array([[0], [1]])
+    own = {"layer.0.moe.routed": np.ones((2, 3)), "layer.0.attn.out": np.ones((2, 3))}
+    other = {name: value * (1 + 1e-12) for name, value in own.items()}
+    other["layer.0.moe.routed"][0, 2] = 1.1
+    exact = SimpleNamespace(selection={0: selection}, margins={0: np.array([0.1, 0.9])}, own=own)
+    emulated = SimpleNamespace(selection={0: selection + 0.1})
+    spec = SimpleNamespace(mixture=SimpleNamespace(router=None))
+    oracle = SimpleNamespace(spec=spec, run=lambda tokens, forced: SimpleNamespace(own=other))
+    found = _unsure(oracle, (1, 2), {}, {"layer.0.moe.router.ids": ids}, exact, emulated)
+    assert {name: rows.tolist() for name, rows in found.items()} == {"layer.0.moe.routed": [True, False]}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_adapt.verdict import statistics
 from pytest_adapt.verdict.statistics import (
     POWER,
     RISK,
@@ -208,6 +209,15 @@ def test_joining_tokens_never_raises_a_divergence() -> None:
     assert (tiny > 0).all() and (tiny < 1e-15).all()
 
 
+def test_a_divergence_of_tiny_differences_is_exact() -> None:
+    """Terms of third order count: p and q are far from symmetrical."""
+    for moved in (1e-6, -1e-6, 4e-6):
+        p, q = np.array([[0.9, 0.1]]), np.array([[0.9 + moved, 0.1 - moved]])
+        difference = np.log1p(np.array([[moved / 0.9, -moved / 0.1]]))
+        series = sum(moved**n / n * ((-1) ** n * 0.9 ** (1 - n) + 0.1 ** (1 - n)) for n in range(2, 6))
+        assert float(coarse_divergence(np.log(p), difference)[0]) == pytest.approx(series, rel=1e-7, abs=0.0), q
+
+
 SHAPES = [np.array([0.55, 0.2, 0.1, 0.1, 0.05]), np.full(12, 1 / 12)]
 
 
@@ -249,3 +259,28 @@ def test_what_a_healthy_target_may_show_is_taken_off() -> None:
     assert excused.surprise == pytest.approx(seen.surprise)
     with pytest.raises(ValueError, match="prompt 0: 0 draws against"):
         permutation_test({"0": np.array([], int)}, reference, values)
+
+
+def test_the_sample_counts_as_one_of_its_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of a thousand are as extreme: seven thousand are drawn until twenty were, and then the sample joins."""
+    batch = np.tile([5, 5], (1000, 1))
+    batch[:3] = 10, 0
+    monkeypatch.setattr(statistics._Table, "permuted", lambda *given: batch)
+    sample = {"p": np.zeros(10, int)}, {"p": np.ones(10, int)}, {"p": np.array([1.0, 2.0])}
+    found = permutation_test(*sample)
+    assert (found.p, found.permutations) == (pytest.approx(22 / 7001), 7000)
+
+
+def test_the_surprise_is_the_difference_of_the_means() -> None:
+    rng = np.random.default_rng(8)
+    target, reference, values = draws(rng, 4000, 8000, change=1.3)
+    found = permutation_test(target, reference, values, alpha=0.05)
+    moved = [values[name][target[name]].mean() - values[name][reference[name]].mean() for name in target]
+    assert found.surprise == pytest.approx(np.mean(moved), rel=1e-9)
+
+
+def test_frequencies_of_one_distribution_have_a_standard_score() -> None:
+    rng = np.random.default_rng(9)
+    scores = [permutation_test(*draws(rng, 200, 600), alpha=1.0).frequency_score for _ in range(300)]
+    assert np.mean(scores) == pytest.approx(0.0, abs=0.2)
+    assert np.std(scores) == pytest.approx(1.0, abs=0.15)

@@ -107,6 +107,13 @@ def test_the_patch_applies_and_leaves_what_is_needed(tmp_path: Path) -> None:
     assert patch(path, [Use(one, "unused", 0, 1) for one in parse_waivers(path)[0]]) == "", "not written line by line"
 
 
+def test_a_file_without_entries_is_well(tmp_path: Path) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text("# nothing is waived\n")
+    assert parse_waivers(path) == ([], [])
+    assert patch(path, []) == ""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
