@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,7 +395,9 @@ def test_failures_of_one_kind_are_one_line() -> None:
 def test_rows_hold_what_was_compared_and_the_error_of_rounding_the_answer() -> None:
     error = np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, np.nan], [0.0, 2.0, 0.0]])
     values = np.full((3, 3), -1.5)
-    found = rows_of("p", np.array([4, 5, 6]), error, np.full(3, 0.5), np.full(3, 2.0), np.full((3, 3), 0.25), values)
+    record = SimpleNamespace(tokens=np.arange(8), positions=np.arange(8))
+    part = np.array([4, 5, 6])
+    found = rows_of("p", record, part, error, np.full(3, 0.5), np.full(3, 2.0), np.full((3, 3), 0.25), values)
     assert found.positions.tolist() == [4, 6] and found.count.tolist() == [2, 3]
     assert found.square == pytest.approx([5.0, 4.0 / 3]) and found.largest.tolist() == [3.0, 2.0]
     assert found.yard_square.tolist() == [0.25, 0.25] and found.floor.tolist() == [0.25, 0.25]
