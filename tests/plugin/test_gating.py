@@ -92,6 +92,15 @@ def run(
     )
 
 
+def settled(folder: Folder, target: str, *args: str, **named: str) -> pytest.RunResult:
+    """A run that could decide: two pairs on a machine with busy neighbours may not, and that is no fault of theirs."""
+    for _ in range(4):
+        result = run(folder, target, *args, **named)
+        if not {"inconclusive", "invalid machine"} & set(folder.statuses().values()):
+            break
+    return result
+
+
 @pytest.mark.requirement(105)
 def test_a_regression_fails_its_item_in_junit_in_the_exit_code_and_in_the_report(gated: Folder) -> None:
     result = run(gated, "Slower", "--junitxml=junit.xml", "-x")
@@ -156,17 +165,17 @@ def test_each_verdict_is_the_outcome_of_its_item(
 @pytest.mark.requirement(105)
 def test_what_is_the_same_passes_and_is_kept_for_the_trend(gated: Folder) -> None:
     case = CASE.replace("-decode]", "-prefill]").partition("::")[0]
-    result = run(gated, "Steady", "-k", "baseline and not company and not instructions", case=case)
+    result = settled(gated, "Steady", "-k", "baseline and not company and not instructions", case=case)
     assert (result.ret, result.parseoutcomes()["passed"]) == (0, 2)
     assert set(gated.statuses().values()) == {"same"}
     series = read(gated.path / FILE)
     assert [one.case for one in series] == sorted(gated.statuses())
-    assert all(one.baseline == "py:spin:Steady" and one.points[0].clock == "cpu" for one in series)
+    assert all(one.baseline == "py:spin:Steady" and one.points[-1].clock == "cpu" for one in series)
 
 
 @pytest.mark.requirement(105)
 def test_it_looks_both_ways_and_a_server_is_judged_by_the_wall(gated: Folder) -> None:
-    result = run(gated, "Served", baseline="py:spin:Slower")
+    result = settled(gated, "Served", baseline="py:spin:Slower")
     assert (result.ret, set(gated.statuses().values())) == (0, {"improvement"})
     assert gated.report()["gate"]["comparisons"][0]["clock"] == "wall"
 
