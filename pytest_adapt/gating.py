@@ -256,7 +256,7 @@ class Asked:
         found = count(target, model, load_named(load))
         status, why = held_against(ledger, found, target.info.name)
         judge.promise("counters", status is not Status.MISMATCH, why, compared=len(found.counters))
-        rebuilt = status is Status.PASS and bool(why)
+        rebuilt = status is Status.UNCHECKED and ledger is not None
         if proposed := self._proposed(status, found, target.info.name, rebuilt):
             why = f"{why}\nproposed: {proposed}"
         raise Verdict(status, why, optional=status is Status.UNCHECKED)
@@ -342,7 +342,7 @@ class Asked:
         from pytest_adapt.perf.ledger import Proposal, propose
 
         settings = self._runner.settings
-        missing = status in (Status.NEW, Status.UNCHECKED)
+        missing = status is Status.NEW or status is Status.UNCHECKED and not rebuilt
         changed = rebuilt or status in (Status.MISMATCH, Status.STALE)
         if not (missing and settings.goldens in ("new", "update") or changed and settings.goldens == "update"):
             return ""

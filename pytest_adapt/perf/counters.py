@@ -57,7 +57,8 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
 
 
 def held_against(ledger: Ledger | None, found: Row | None, target: str) -> tuple[Status, str]:
-    """(status, why) of what was counted: pass, unchecked (no record of this target), new, stale or mismatch."""
+    """(status, why) of what was counted: pass, unchecked (no record of this target, or of another build of it), new,
+    stale or mismatch."""
     accepting = "record: --adapt-goldens=new, then python -m pytest_adapt counters accept"
     if ledger is None or found is None:
         return Status.UNCHECKED, f"no counters of {target} are on record; {accepting}"
@@ -75,7 +76,7 @@ def held_against(ledger: Ledger | None, found: Row | None, target: str) -> tuple
             "if that is meant: --adapt-goldens=update --adapt-reason='why', then python -m pytest_adapt counters accept"
         )
         return Status.MISMATCH, "\n".join(lines)
-    return Status.PASS, left
+    return (Status.UNCHECKED if left else Status.PASS), left
 
 
 def _spec(model: ModelHandle) -> str:
