@@ -238,12 +238,21 @@ def drawable(place: Place, setting: Sampling) -> np.ndarray:
         allowed = near_tie(ordered[min(setting.top_k, len(ordered)) - 1] - place.logits, place.error)
     if setting.top_p < 1:
         p = distribution(place, Sampling(setting.temperature, setting.top_k))
-        above = place.logits[None, :] - place.logits[:, None]
-        before = np.sum(np.where(~near_tie(above, place.error), p[None, :], 0.0), axis=1)
+        before = _mass_above(place, p, CANDIDATES * MAX_FACTOR * place.error)
         factor = math.exp(-CANDIDATES * MAX_FACTOR * place.error / setting.temperature)
         least = before * factor / (before * factor + np.maximum(1.0 - before, 0.0) + np.finfo(np.float64).tiny)
         allowed &= least < setting.top_p
     found: np.ndarray = allowed
+    return found
+
+
+def _mass_above(place: Place, p: np.ndarray, margin: float) -> np.ndarray:
+    """float64 [V]: for each token the probability of all whose logits exceed its own by more than ``margin``; of all
+    not below it by more than -``margin`` where that is negative. By sorting: a vocabulary squared fits no memory."""
+    order = np.argsort(-place.logits, kind="stable")
+    side = "right" if np.signbit(margin) else "left"
+    count = np.searchsorted(-place.logits[order], -(place.logits + margin), side=side)
+    found: np.ndarray = np.concatenate([[0.0], np.cumsum(p[order])])[count]
     return found
 
 
@@ -259,8 +268,7 @@ def surely_kept(place: Place, setting: Sampling) -> np.ndarray:
         sure = ~near_tie(place.logits - ordered[setting.top_k], place.error)
     if setting.top_p < 1:
         p = distribution(place, Sampling(setting.temperature, setting.top_k))
-        ahead = place.logits[:, None] - place.logits[None, :]
-        before = np.sum(np.where(near_tie(ahead, place.error), p[None, :], 0.0), axis=1) - p
+        before = _mass_above(place, p, -CANDIDATES * MAX_FACTOR * place.error) - p
         factor = math.exp(CANDIDATES * MAX_FACTOR * place.error / setting.temperature)
         most = before * factor / (before * factor + np.maximum(1.0 - before, 0.0) + np.finfo(np.float64).tiny)
         sure &= most < setting.top_p
