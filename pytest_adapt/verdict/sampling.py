@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -250,7 +250,7 @@ def _mass_above(place: Place, p: np.ndarray, margin: float) -> np.ndarray:
     """float64 [V]: for each token the probability of all whose logits exceed its own by more than ``margin``; of all
     not below it by more than -``margin`` where that is negative. By sorting: a vocabulary squared fits no memory."""
     order = np.argsort(-place.logits, kind="stable")
-    side = "right" if np.signbit(margin) else "left"
+    side: Literal["left", "right"] = "right" if np.signbit(margin) else "left"
     count = np.searchsorted(-place.logits[order], -(place.logits + margin), side=side)
     found: np.ndarray = np.concatenate([[0.0], np.cumsum(p[order])])[count]
     return found
