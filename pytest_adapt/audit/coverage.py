@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_adapt.audit.marks import Claim, MarkError, claims, named_tests, requirement_titles, sources
+from pytest_adapt.faults.matrix import KillMatrix
 
 __all__ = ["Outcomes", "Row", "cover", "main", "read_kills", "read_outcomes"]
 
@@ -108,11 +109,11 @@ def read_kills(path: Path = _MATRIX) -> dict[str, str] | None:
         found: dict[str, str] = {}
         for row in rows:
             # Taps are the strongest observable: what a weaker one cannot see does not undo a kill.
-            if row["differs"] and row["observable"] == "taps":
+            if KillMatrix.counts(row) and row["observable"] == "taps":
                 killed = bool(row["killed"]) and found.get(row["fault"]) != "survived"
                 found[row["fault"]] = "killed" if killed else "survived"
         for row in rows:
-            if row["differs"] and row["fault"] not in found:
+            if KillMatrix.counts(row) and row["fault"] not in found:
                 found[row["fault"]] = "killed" if row["killed"] else "survived"
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no kill matrix ({error!r}); make it again: pytest --adapt-selftest") from None

@@ -28,7 +28,7 @@ class Tally:
 
     rows: int = 0
     equivalent: int = 0
-    """Faults that change no bit of any answer."""
+    """Faults that change no bit of any answer, or that a sound engine of the precision has too."""
     owner: int = 0
     """Seen by the suite that owns them."""
     some: int = 0
@@ -55,6 +55,11 @@ class KillMatrix:
     limits: tuple[Row, ...] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
 
+    @staticmethod
+    def counts(row: Row) -> bool:
+        """Whether a row is of a change that somebody should see."""
+        return bool(row["differs"]) and not row.get("healthy")
+
     def of(self, observable: str, precision: str) -> list[Row]:
         """Rows of one observable and precision, in the order of the faults."""
         return [row for row in self.rows if (row["observable"], row["precision"]) == (observable, precision)]
@@ -68,7 +73,7 @@ class KillMatrix:
         """Counts of one observable and precision. A fault that is equivalent has a row of its first observable only;
         it counts in none of the others."""
         rows = self.of(observable, precision)
-        judged = [row for row in rows if row["differs"]]
+        judged = [row for row in rows if self.counts(row)]
         layered = [row for row in judged if row["located"] is not None]
         return Tally(
             rows=len(rows),
@@ -81,8 +86,8 @@ class KillMatrix:
         )
 
     def survivors(self, observable: str, precision: str) -> list[str]:
-        """Ids of faults that differ and that no suite sees."""
-        return [row["fault"] for row in self.of(observable, precision) if row["differs"] and not row["killed"]]
+        """Ids of faults that count and that no suite sees."""
+        return [row["fault"] for row in self.of(observable, precision) if self.counts(row) and not row["killed"]]
 
     def save(self, path: Path) -> None:
         """Write the matrix as JSON, one row a line."""

@@ -103,6 +103,9 @@ class Fault:
     observable: str = "taps"
     difficulty: str = "medium"
     precisions: tuple[str, ...] = ("fp32", "bf16")
+    """Those in which the owning suite must see it."""
+    healthy: str = ""
+    """Which sound engine computes the same in the other precisions, so that it is no fault there; "" for none."""
     layout: str = "single"
     """Ranks on which it shows."""
     where: str = ""

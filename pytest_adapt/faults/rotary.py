@@ -140,6 +140,7 @@ FAULTS = (
         0,
         difficulty="hard",
         precisions=("fp32",),
+        healthy="transformers rounds these tables to the type of the activations",
     ),
     Fault(
         "RP12",

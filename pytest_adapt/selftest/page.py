@@ -31,7 +31,9 @@ The same cases are run without the fault, where all of them must be green.
 The reduced case set: the fault's first model, its layout and its lengths; of a model's prompts the first 37 and 150
 random tokens and the first 64 of a searched prompt; all tests of the suites that judge such a model. Two faults of
 32,768 positions are put in with narrower numbers, at 4,096. A fault *differs* where any answer of any case has
-another bit than without it; one that does not is *equivalent*: listed, not counted.
+another bit than without it; one that does not is *equivalent*: listed, not counted. So is one that a sound engine of
+that precision has too, which is then named. What no suite sees though everything is shown is put before the suite
+`operators` as well, whose values reach what a model's own hide.
 """
 _LEGEND = """In each cell: **O** seen by the owning suite, *o* by another one only, - by none, = equivalent. The last
 columns: whether the first divergence has the right layer and site, or the words that lead to the cause were said
@@ -117,7 +119,8 @@ def _survivors(matrix: KillMatrix) -> Iterator[str]:
             names = matrix.survivors(observable, precision)
             if names:
                 yield f"- {precision}, {_NAMES[observable]}: {', '.join(names)}"
-        misplaced = [row["fault"] for row in matrix.of("taps", precision) if row["differs"] and row["located"] is False]
+        judged = [row for row in matrix.of("taps", precision) if matrix.counts(row)]
+        misplaced = [row["fault"] for row in judged if row["located"] is False]
         if misplaced:
             yield f"- {precision}: another layer or site is named first, or none: {', '.join(misplaced)}"
     for name, reason in _reasons(matrix):
@@ -147,14 +150,14 @@ def _table(matrix: KillMatrix) -> Iterator[str]:
 
 def _mark(row: Row | None, first: Row | None) -> str:
     if row is None:
-        return "=" if first is not None and not first["differs"] else ""
-    if not row["differs"]:
+        return "=" if first is not None and not KillMatrix.counts(first) else ""
+    if not KillMatrix.counts(row):
         return "="
     return "**O**" if row["owner"] else "*o*" if row["killed"] else "-"
 
 
 def _placed(fault: Fault, row: Row | None) -> str:
-    if row is None or not row["differs"]:
+    if row is None or not KillMatrix.counts(row):
         return ""
     right = row["located"] if fault.white_box else row.get("said")
     if right is None:
@@ -189,12 +192,11 @@ def _d(value: float | None) -> str:
 
 
 def _reasons(matrix: KillMatrix) -> Iterator[tuple[str, str]]:
-    """Of faults that nobody sees where everything is shown: the registry's own reason."""
-    known = catalogue()
+    """Why a change counts as equivalent though answers differ."""
     for precision in matrix.precisions():
-        for name in matrix.survivors("taps", precision):
-            if name in known and precision not in known[name].precisions:
-                yield f"{name}[{precision}]", f"changes no value by more than {precision} resolves"
+        for row in matrix.of("taps", precision):
+            if row["differs"] and row.get("healthy"):
+                yield f"{row['fault']}[{precision}]", f"no fault in {precision}: {row['healthy']}"
 
 
 def _of(number: int, total: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pytest_adapt.faults.matrix import KillMatrix
 from pytest_adapt.faults.registry import Fault, Seams
 from pytest_adapt.models import catalogue as models
 from pytest_adapt.selftest.kept import Kept
@@ -32,6 +33,7 @@ _MOST_RED, _MOST_MEASURED = 6, 8
 _LONGEST = 160
 """Characters of a text that is kept."""
 _NEEDLE_CONTEXT = 1024
+_OPERATORS = "operators"
 
 Row = dict[str, Any]
 
@@ -79,7 +81,9 @@ def trial_of(fault: Fault, precision: str) -> Trial:
 
 
 def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str] = COLUMNS) -> dict[str, Row]:
-    """Observable -> row of the kill matrix. Where no answer differs from the original's, there is the first row only.
+    """Observable -> row of the kill matrix. Where no answer differs from the original's, or a sound engine has the same
+    change, there is the first row only. What no suite sees though everything is shown, the operators alone are asked
+    about: their values are not a model's, so they reach what a model's own values hide.
 
     Raises RedControl where a case is red without the fault.
     """
@@ -90,8 +94,14 @@ def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str]
         control = control_of(replace(setting, fault=""), bench, controls, healthy)
         found = bench.run(setting, faulty, trial.install)
         rows[column] = _row(trial, column, control, found)
-        if not rows[column]["differs"]:
+        if not KillMatrix.counts(rows[column]):
             break
+        if column == "taps" and not rows[column]["killed"]:
+            alone = replace(setting, suites=(_OPERATORS,))
+            control_of(replace(alone, fault=""), bench, controls, healthy)
+            found.cases += (apart := bench.run(alone, faulty, trial.install)).cases
+            found.seconds += apart.seconds
+            rows[column] = _row(trial, column, control, found)
     return rows
 
 
@@ -126,7 +136,7 @@ def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) ->
     own = [case for case in red if case.suite == fault.suite]
     before = control["statuses"]
     differs = found.answers != control["answers"] or any(
-        before.get(case.case) != case.status.value for case in found.cases
+        before.get(case.case) != case.status.value for case in found.cases if case.suite != _OPERATORS
     )
     green = Counter(case.case.partition("[")[0] for case in found.cases if case.status is Status.PASS)
     return {
@@ -136,6 +146,7 @@ def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) ->
         "model": trial.setting.model,
         "layout": trial.setting.layout,
         "differs": differs,
+        "healthy": "" if trial.declared else fault.healthy,
         "killed": bool(red),
         "owner": bool(own),
         "alone": any(one.observable == column for case in red for one in case.measurements if not one.ok),

@@ -52,6 +52,26 @@ def test_a_fault_is_seen_and_placed(bench: Bench, controls: Kept) -> None:
 
 
 @pytest.mark.requirement(113)
+def test_operators_see_what_values_of_a_model_hide(bench: Bench, controls: Kept) -> None:
+    row = run_trial(trial_of(get("NM02"), "bf16"), bench, controls, ("taps",))["taps"]
+    assert row["differs"] and row["killed"] and not row["owner"]
+    assert {case["suite"] for case in row["red"]} == {"operators"}
+    assert any("rms_norm" in case["case"] for case in row["red"])
+
+
+def test_what_a_sound_engine_does_is_no_fault(bench: Bench, controls: Kept) -> None:
+    """Tables of angles in the type of the activations: transformers' own, asked here."""
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    tables = llama.LlamaRotaryEmbedding(config)(torch.ones(1, 3, 64, dtype=torch.bfloat16), torch.arange(3)[None])
+    assert {table.dtype for table in tables} == {torch.bfloat16}
+    rows = run_trial(trial_of(get("RP07"), "bf16"), bench, controls)
+    assert list(rows) == ["taps"] and rows["taps"]["differs"] and "transformers" in rows["taps"]["healthy"]
+    assert run_trial(trial_of(get("RP07"), "fp32"), bench, controls, ("taps",))["taps"]["owner"]
+
+
+@pytest.mark.requirement(113)
 def test_a_fault_that_changes_nothing_is_equivalent(bench: Bench, controls: Kept) -> None:
     idle = Fault("XX01", "Nothing is done", "own", 56, "correctness", "attn.q", ("llama-odd",), lambda seams: None, 0)
     trial = trial_of(idle, "fp32")
@@ -151,6 +171,7 @@ def _some_matrix() -> KillMatrix:
         _row("PL03", located=None),
         _row("NM01", killed=False, owner=False, located=False, alone=False),
         _row("NM02", differs=False, killed=False, owner=False, located=False, alone=False),
+        _row("RP07", killed=False, owner=False, located=False, alone=False, healthy="somebody does so"),
         _row("RT04", "topk", located=None, alone=False),
     )
     return KillMatrix(rows, ({"name": "no abs", "what": "x", "killed": False, "by": ""},), made={"seconds": 9})
@@ -159,7 +180,7 @@ def _some_matrix() -> KillMatrix:
 def test_tallies_leave_out_what_is_equivalent() -> None:
     matrix = _some_matrix()
     tally = matrix.tally("taps", "bf16")
-    assert (tally.rows, tally.equivalent, tally.judged) == (5, 1, 4)
+    assert (tally.rows, tally.equivalent, tally.judged) == (6, 2, 4)
     assert (tally.owner, tally.some, tally.alone) == (2, 3, 3)
     assert (tally.layered, tally.located) == (3, 1)
     assert matrix.survivors("taps", "bf16") == ["NM01"]
@@ -171,7 +192,7 @@ def test_the_summary_says_who_survives_and_why() -> None:
     assert len(lines) <= 40
     text = "\n".join(lines)
     assert "bf16 taps: not seen: NM01" in text
-    assert "NM01[bf16]: changes no value by more than bf16 resolves" in text
+    assert "RP07[bf16]: no fault in bf16: somebody does so" in text
     assert "wrong comparators: 0 of 1 seen; alive: no abs" in text
     assert "| NM01 | Epsilon added outside the root | correctness |" in page(_some_matrix())
 
