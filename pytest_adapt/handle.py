@@ -113,11 +113,12 @@ class ModelHandle:
         keys = [f"load-{number}" for number in range(count)]
         return {key: random_tokens(entry, self.directory, f"{key}-{length}", length) for key in keys}
 
-    def longest(self, length: int) -> Recall:
-        """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle."""
+    def longest(self, length: int, number: int = 0) -> Recall:
+        """Of a needle model: a prompt of exactly so many tokens, which ends with a question for the oldest needle; for
+        each ``number`` another one."""
         from pytest_adapt.models.recall import longest
 
-        return longest(self._closed(), length)
+        return longest(self._closed(), length, number)
 
     def readings(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """Texts that the checkpoint's tokenizer makes of token ids: with special tokens, and without. Empty where

@@ -90,9 +90,10 @@ def recalls(entry: ModelEntry, context: int) -> tuple[Recall, ...]:
     )
 
 
-def longest(entry: ModelEntry, length: int) -> Recall:
-    """A prompt of exactly ``length`` tokens that ends with a question for a needle as far back as the model sees."""
-    words, name = words_of(entry), f"{entry.name}.longest-{length}"
+def longest(entry: ModelEntry, length: int, number: int = 0) -> Recall:
+    """A prompt of exactly ``length`` tokens that ends with a question for a needle as far back as the model sees; for
+    each ``number`` another one."""
+    words, name = words_of(entry), f"{entry.name}.longest-{length}" + f"-{number}" * (number > 0)
     tokens = filled(words, name, length)
     window = int(entry.config.get("sliding_window") or 0)
     place = max(0, length - window) if window else 0

@@ -168,8 +168,9 @@ class Selftest:
 
         def missing() -> list[str]:
             rows = known()
-            equivalent = any(not KillMatrix.counts(row) for row in rows.values())
-            return [] if equivalent else [column for column in self._columns if column not in rows]
+            if "taps" in rows and not KillMatrix.counts(rows["taps"]):
+                return []
+            return [column for column in self._columns if column not in rows]
 
         def run() -> None:
             if missing():

@@ -81,9 +81,9 @@ def trial_of(fault: Fault, precision: str) -> Trial:
 
 
 def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str] = COLUMNS) -> dict[str, Row]:
-    """Observable -> row of the kill matrix. Where no answer differs from the original's, or a sound engine has the same
-    change, there is the first row only. What no suite sees though everything is shown, the operators alone are asked
-    about: their values are not a model's, so they reach what a model's own values hide.
+    """Observable -> row of the kill matrix. Where no answer differs though everything is shown, or a sound engine has
+    the same change, there is that row only. What no suite sees there, the operators alone are asked about: their
+    values are not a model's, so they reach what a model's own values hide.
 
     Raises RedControl where a case is red without the fault.
     """
@@ -94,9 +94,11 @@ def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str]
         control = control_of(replace(setting, fault=""), bench, controls, healthy)
         found = bench.run(setting, faulty, trial.install)
         rows[column] = _row(trial, column, control, found)
+        if column != "taps":
+            continue
         if not KillMatrix.counts(rows[column]):
             break
-        if column == "taps" and not rows[column]["killed"]:
+        if not rows[column]["killed"]:
             alone = replace(setting, suites=(_OPERATORS,))
             control_of(replace(alone, fault=""), bench, controls, healthy)
             found.cases += (apart := bench.run(alone, faulty, trial.install)).cases

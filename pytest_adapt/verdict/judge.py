@@ -7,7 +7,7 @@ a wrong shape, a missing row, a NaN or an empty certified set is a failing measu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,12 +295,20 @@ class Judge:
         service.returned(self, before, after)
 
     def growth(
-        self, metric: str, lengths: Sequence[int], values: Sequence[float], most: int, least: Sequence[float]
+        self,
+        metric: str,
+        lengths: Sequence[int],
+        values: Sequence[float],
+        most: int,
+        least: Sequence[float],
+        again: Callable[[], Sequence[float]] | None = None,
     ) -> None:
         """A cost that may grow with the length as n^``most``: its fitted exponent must be nearer to that than to the
         next higher one. What an allocator keeps hides small growth, and noise looks like it, so it is judged where it
-        exceeds ``least`` (one value a length) at two lengths or more."""
-        service.growth(self, metric, lengths, values, most, least)
+        exceeds ``least`` (one value a length) at the two largest lengths. With ``again``, which measures all lengths
+        once more, such growth is measured thrice: the smallest values count, and must exceed by more than those of
+        one length differ."""
+        service.growth(self, metric, lengths, values, most, least, again)
 
     def timed(self, label: str, rounds: Sequence[Round], directory: Path | None = None) -> None:
         """Keep what the rounds of a load came to as figures. With the checkpoint's ``directory``, and where the

@@ -1,6 +1,8 @@
 """Promise: the declared length is served and answered rightly, one token more is refused, and costs grow with the
 length no faster than they must."""
 
+import itertools
+
 import pytest
 
 SHOWN = ("logits", "topk", "text")
@@ -15,19 +17,29 @@ def test_the_longest_context_is_served_and_one_token_more_is_refused(target, mod
     wanted = target.deployment.max_context
     watched = target.shows_memory
     lengths, peaks = [wanted // 8, wanted // 4, wanted // 2, wanted - 1], []
+    rounds = itertools.count(1)
+
+    def measured(whole):
+        before = served.peak_memory(reset=True) if watched else 0
+        response = served.generate(whole.tokens, 1, first_row=len(whole.tokens))
+        return response, served.peak_memory() - before if watched else 0
+
+    def again():
+        number = next(rounds)  # other prompts: a cache of what was read would need no memory
+        return [measured(model.longest(length, number))[1] for length in lengths]
+
     served.generate(model.longest(lengths[0]).tokens, 1)  # what is allocated once is there
     for length in lengths:
         whole = model.longest(length)
-        before = served.peak_memory(reset=True) if watched else 0
-        response = served.generate(whole.tokens, 1, first_row=length)
-        peaks.append(served.peak_memory() - before if watched else 0)
+        response, peak = measured(whole)
+        peaks.append(peak)
         if response.error is not None:
             accepted = served.longest(lambda length: model.longest(length).tokens, length + 1)
             judge.promise("accepted", False, f"{accepted} of {wanted} tokens; beyond: {response.error}")
             return
         judge.recalled(whole.name, response, whole, reference.record(whole.name, whole.tokens))
     # One head's scores in 16 bits are two bytes for each pair of tokens; what is less may be the allocator's noise.
-    judge.growth("memory.exponent", lengths, peaks, most=1, least=[1.5 * length**2 for length in lengths])
+    judge.growth("memory.exponent", lengths, peaks, most=1, least=[1.5 * length**2 for length in lengths], again=again)
     limit = target.limit
     edge = model.longest(limit)
     response = served.generate(edge.tokens, 1, first_row=limit)

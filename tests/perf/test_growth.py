@@ -46,3 +46,32 @@ def test_a_matrix_of_all_pairs_fails_and_a_cache_does_not() -> None:
         judge.growth("memory.exponent", LENGTHS, values, most=1, least=pairs)
         assert bool(judge.failures()) is red, values
         assert judge.measurements[0].compared == 4
+
+
+def test_steep_growth_must_repeat_itself() -> None:
+    """What a busy allocator does once is no growth; nor is what stands out by less than equal measurements differ."""
+    pairs = [1.5 * length**2 for length in LENGTHS]
+    steep = [4e7 + 2 * length**2 for length in LENGTHS]
+    flat = [4e7] * 4
+    shaken = [[value + shift for value in steep] for shift in (0.0, 1e6, 2e6)]
+    for rounds, red in (
+        ([steep, steep, steep], True),
+        (shaken, True),
+        ([steep, flat, steep], False),
+        ([steep, steep, [value * 4 for value in steep]], False),
+    ):
+        judge, later = Judge("fp32"), iter(rounds[1:])
+        judge.growth("memory.exponent", LENGTHS, rounds[0], most=1, least=pairs, again=lambda later=later: next(later))
+        assert bool(judge.failures()) is red, rounds
+        assert judge.measurements[0].compared == 12 and judge.measurements[0].detail.count("again") == 2
+    calm = Judge("fp32")
+    calm.growth("memory.exponent", LENGTHS, flat, most=1, least=pairs, again=lambda: pytest.fail("not steep"))
+    assert not calm.failures()
+
+
+def test_growth_that_shows_at_small_lengths_only_is_none() -> None:
+    """A cost of all pairs that stands out at one length does so at every larger one."""
+    judge = Judge("bf16")
+    values, lengths = [2.662e5, 7.578e5, 5.202e5, 2.699e6], (144, 288, 576, 1151)  # measured: an allocator's noise
+    judge.growth("memory.exponent", lengths, values, most=1, least=[1.5 * length**2 for length in lengths])
+    assert not judge.failures()
