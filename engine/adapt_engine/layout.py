@@ -116,7 +116,9 @@ def check(spec: ModelSpec, layout: Layout, *, whole_segments: bool = False) -> N
     # No size beyond the limit is legal: one far above it must not be walked down from.
     for sizes in (range(min(size - 1, limit), 0, -1), range(size + 1, limit + 1)):
         others = _resized(layout, axis, sizes)
-        near += [str(other) for other in islice((one for one in others if not any(_broken(spec, one, whole_segments))), 1)]
+        near += [
+            str(other) for other in islice((one for one in others if not any(_broken(spec, one, whole_segments))), 1)
+        ]
     raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(near) or 'single'}")
 
 

@@ -78,7 +78,7 @@ class Communicator(ABC):
         return total.to(dtype)
 
     def all_reduce_along(self, sums: torch.Tensor, group: Group, tree: Tree) -> torch.Tensor:
-        """Sum [T, ...] along ``tree``, float32 and not rounded, of which this member brings its nodes' sums [n, T, ...].
+        """Sum [T, ...] along ``tree``, float32 and not rounded; this member brings its nodes' sums [n, T, ...].
 
         A gather like `all_reduce`; what one rank computes alone has the same bits.
         """
@@ -90,7 +90,7 @@ class Communicator(ABC):
         parts = self._gather(call, sums.flatten(0, 1))
         found: dict[Node, torch.Tensor] = {}
         for nodes, part in zip(tree.nodes, parts, strict=True):
-            found.update(zip(nodes, part.unflatten(0, (len(nodes), rows)), strict=True))
+            found.update(zip(nodes, part.view(len(nodes), rows, *call.row), strict=True))
         return tree.add(found)
 
     def all_to_all(self, parts: Sequence[torch.Tensor], group: Group, counts: Sequence[int]) -> list[torch.Tensor]:

@@ -29,18 +29,18 @@ class Tree:
 
     def __post_init__(self) -> None:
         inner = self.borders[1:-1]
-        if self.borders[0] or any(border % self.segment for border in inner) or sorted(set(self.borders)) != [
-            *self.borders
-        ]:
+        if (
+            self.borders[0]
+            or any(border % self.segment for border in inner)
+            or sorted(set(self.borders)) != [*self.borders]
+        ):
             raise ValueError(f"borders {self.borders} do not cut depth into runs of whole segments of {self.segment}")
 
     @cached_property
     def nodes(self) -> tuple[tuple[Node, ...], ...]:
         """For each member, the largest subtrees within its run, in order."""
         ends = [-(-border // self.segment) for border in self.borders]
-        return tuple(
-            tuple(_within((0, ends[-1]), first, last)) for first, last in zip(ends, ends[1:], strict=False)
-        )
+        return tuple(tuple(_within((0, ends[-1]), first, last)) for first, last in zip(ends, ends[1:], strict=False))
 
     @cached_property
     def ranges(self) -> tuple[torch.Tensor, ...]:

@@ -60,8 +60,8 @@ Other seams, methods to be replaced on the class or instance and put back:
     weights.shards.ShardPlan.piece(parameter, rank)        what a rank holds of a parameter; None where nothing
     weights.shards.ShardPlan.owners(experts)               ep rank of each expert
     comm.communicator.Communicator.all_gather(tensor, group, counts), all_reduce(partial, group, dtype),
-        all_reduce_along(sums, group, tree), all_to_all(parts, group, counts), send(tensor, group, to), recv(group, source, shape, dtype)
-                                                           of every rank; ``self.rank`` and ``self.name`` say which
+        all_reduce_along(sums, group, tree), all_to_all(parts, group, counts), send(tensor, group, to),
+        recv(group, source, shape, dtype)                  of every rank; ``self.rank`` and ``self.name`` say which
     kv.cache.PagedCache.write(layer, slots, rows)          rows: tuple of tensors, one per component of the group
     kv.cache.PagedCache.gather(layer, slots) -> rows
     kv.pool.BlockPool.allocate(page), share(block), free(block)

@@ -123,7 +123,7 @@ class ShardPlan:
         return found
 
     def range_of(self, cut: Axis, length: int, index: int) -> tuple[int, int]:
-        """Elements [start, stop) of an axis of ``length`` on the ranks at place ``index`` of the mesh axis that cuts it."""
+        """Elements [start, stop) of an axis of ``length`` on ranks at place ``index`` of the mesh axis that cuts it."""
         unit = length // cut.units
         if self.whole_segments and cut.name in SUMMED:
             unit = segment_along(cut, length)
@@ -166,7 +166,9 @@ class ShardPlan:
 
         def shares(axis: str, index: int) -> tuple[int, ...]:
             ranges = (
-                self.range_of(Axis(name, units), length, index) for by, name, units, length in sorted(cuts) if by == axis
+                self.range_of(Axis(name, units), length, index)
+                for by, name, units, length in sorted(cuts)
+                if by == axis
             )
             return tuple(stop - start for start, stop in ranges)
 
