@@ -250,3 +250,14 @@ def test_on_one_rank_mode_fast_has_the_same_kernels(opened: Any, prompt: tuple[i
         torch.equal(one, other)
         for one, other in zip(logits_of(strict, prompt, 1), logits_of(fast, prompt, 1), strict=True)
     )
+
+
+@pytest.mark.requirement(46)
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "sp3", "tp2.sp2"])
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_biases_tied_heads_and_windows_change_no_bit_on_a_layout(
+    family: str, precision: str, layout: str, checkpoints: Checkpoints, one_rank: Any
+) -> None:
+    with Engine.open(checkpoints(family), options_of(precision, layout=layout, prefill_chunk=7)) as engine:
+        assert same(served(engine, 3), one_rank(family, precision))
