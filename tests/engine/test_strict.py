@@ -149,9 +149,9 @@ def test_every_batch_and_chunk_and_precision_on_a_layout_changes_no_bit(
 @pytest.mark.parametrize("layout", ["tp2", "tp3", "sp2", "tp2.pp2", "tp2.sp2", "tp2.ep2.etp2"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_processes_change_no_bit(kind: str, layout: str, checkpoints: Checkpoints, one_rank: Any, nursery: Any) -> None:
-    family = family_for(kind, layout, checkpoints)
-    for precision, threads_of_all in (("bf16", 1), ("int8", 2)):
-        settings = options_of(precision, layout=layout, communicator="gloo", threads=threads_of_all, prefill_chunk=7)
+    family, world = family_for(kind, layout, checkpoints), Layout.parse(layout).world
+    for precision, of_each in (("bf16", 1), ("int8", 2)):
+        settings = options_of(precision, layout=layout, communicator="gloo", threads=of_each * world, prefill_chunk=7)
         with Engine.open(checkpoints(family), settings, nursery=nursery) as engine:
             assert same(served(engine, 3), one_rank(family, precision)), (family, precision)
 
