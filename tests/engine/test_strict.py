@@ -118,7 +118,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 @pytest.mark.requirement(46)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_changes_no_bit(
     kind: str, precision: str, layout: str, checkpoints: Checkpoints, one_rank: Any
@@ -164,13 +164,13 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.mark.requirement(46)
 @pytest.mark.parametrize(("layout", "kind"), [("tp4", "gqa"), ("tp3", "mla"), ("etp3", "gqa"), ("etp3", "mla")])
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_sums_in_the_order_of_ranks_would_be_seen(
-    kind: str, layout: str, precision: str, checkpoints: Checkpoints, one_rank: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: str, checkpoints: Checkpoints, one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison is sharp: the same sums, added from left to right, are other bits."""
+    """The comparison in float32 is sharp: the same sums in another order are other bits. Rounding to bfloat16 hides
+    that in models as small as these, which is why every layout is compared in float32 too."""
 
-    def from_left(self: Tree, sums: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    def from_right(self: Tree, sums: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         ordered = [sums[node] for node in sorted(sums)]
         total = ordered[-1]
         for one in reversed(ordered[:-1]):
@@ -178,9 +178,9 @@ def test_sums_in_the_order_of_ranks_would_be_seen(
         return total
 
     family = family_for(kind, layout, checkpoints)
-    monkeypatch.setattr(Tree, "add", from_left)
-    with Engine.open(checkpoints(family), options_of(precision, layout=layout)) as engine:
-        assert not same(served(engine, 3), one_rank(family, precision))
+    monkeypatch.setattr(Tree, "add", from_right)
+    with Engine.open(checkpoints(family), options_of("fp32", layout=layout)) as engine:
+        assert not same(served(engine, 3), one_rank(family, "fp32"))
 
 
 @pytest.mark.requirement(46)
