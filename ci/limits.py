@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 
 from pytest_adapt.selftest.limits import SCALED, STEPS, first_token, smallest
-from pytest_adapt.selftest.nested import Bench, Found, Setting
-from pytest_adapt.selftest.trial import RED
+from pytest_adapt.selftest.nested import Bench, Setting
 
 SUITES = ("correctness/test_sites.py",)
 
@@ -33,12 +32,13 @@ def main() -> int:
         for model in arguments.models.split(","):
             for precision in arguments.precisions.split(","):
                 setting = Setting(model, "single", precision, suites=SUITES)
-                if red(bench.run(setting)):
+                if bench.run(setting).red:
                     raise SystemExit(f"{model} in {precision} is red without any error")
                 for what, put in SCALED.values():
 
                     def seen(step: float, setting: Setting = setting, put=put) -> bool:  # type: ignore[no-untyped-def]
-                        return red(bench.run(setting, install=lambda seams: put(seams, 1.0 + step)))
+                        found = bench.run(setting, install=lambda seams: put(seams, 1.0 + step), until_red=True)
+                        return bool(found.red)
 
                     site = smallest(STEPS, seen)
                     token, nearest = first_token(put, precision, bench.catalogued(model))
@@ -48,10 +48,6 @@ def main() -> int:
                         flush=True,
                     )
     return int(late > 0)
-
-
-def red(found: Found) -> bool:
-    return any(case.status in RED for case in found.cases)
 
 
 def said(step: float | None) -> str:

@@ -17,7 +17,7 @@ from pytest_adapt.selftest.nested import Bench, Found, Setting
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.result import CaseResult, Measurement, Status
 
-__all__ = ["COLUMNS", "RED", "RedControl", "Row", "Trial", "control_of", "run_trial", "trial_of"]
+__all__ = ["COLUMNS", "RedControl", "Row", "Trial", "control_of", "run_trial", "trial_of"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "taps": (),
@@ -28,7 +28,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Observable -> what the target is masked to: a white box shows everything, and whatever else shows numbers writes
 text as well."""
-RED = (Status.FAIL, Status.ERROR, Status.MISMATCH, Status.STALE)
 _MOST_RED, _MOST_MEASURED = 6, 8
 _LONGEST = 160
 """Characters of a text that is kept."""
@@ -119,11 +118,10 @@ def control_of(setting: Setting, bench: Bench, controls: Kept, memory: Memory) -
     known = controls.read(name)
     if known is None:
         found = bench.run(setting, memory)
-        red = [case.case for case in found.cases if case.status in RED]
         known = {
             "statuses": {case.case: case.status.value for case in found.cases},
             "answers": found.answers,
-            "red": red,
+            "red": [case.case for case in found.red],
             "seconds": found.seconds,
         }
         controls.write(name, known)
@@ -134,7 +132,7 @@ def control_of(setting: Setting, bench: Bench, controls: Kept, memory: Memory) -
 
 def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) -> Row:
     fault = trial.fault
-    red = [case for case in found.cases if case.status in RED]
+    red = found.red
     own = [case for case in red if case.suite == fault.suite]
     before = control["statuses"]
     differs = found.answers != control["answers"] or any(
