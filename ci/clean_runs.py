@@ -110,7 +110,7 @@ def one_run(arguments: argparse.Namespace, number: int, options: list[str]) -> d
 
 
 UNDECIDED = {"unknown", "inconclusive"}
-GREEN = {"pass", "unsupported", "deferred"}
+GREEN = {"pass", "unchecked", "unsupported", "deferred"}
 
 
 def outcome(run: dict[str, Any]) -> str:

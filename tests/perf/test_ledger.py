@@ -124,9 +124,16 @@ def test_the_command_lists_rejects_and_verifies(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.requirement(108)
 def test_the_shipped_counters_are_about_loads_and_models_that_exist() -> None:
+    from pytest_adapt.perf.loads import LOADS
     from pytest_adapt.shipped import goldens_dir
 
     assert findings(goldens_dir()) == []
     ledger = Ledger.find([goldens_dir()], "adapt-engine")
     assert ledger is not None and len(ledger.rows) >= 40
     assert all(row.counters["steps"] > 0 and row.provenance["reason"] for row in ledger.rows.values())
+    # A cell without any record is unchecked, so that none may get lost.
+    for model in ("llama-odd", "mixtral-odd", "qwen3-moe-odd", "deepseek-v3-odd-pos", "deepseek-v3-odd-neg"):
+        for precision in ("fp32", "bf16"):
+            loads = {row.load for row in ledger.rows.values() if row.cell == f"{model} single {precision}"}
+            assert loads == set(LOADS)
+        assert any(row.cell == f"{model} pp2 fp32" for row in ledger.rows.values())

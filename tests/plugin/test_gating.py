@@ -384,6 +384,14 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert (gone.ret, list(gated.statuses().values())) == (1, ["gone"])
     assert "llama-odd single fp32 sprint" in gone.stdout.str()
     assert main([*store, "verify"]) == 1
+    # Of a cell that has records a load without one is new; a cell without any is unchecked: no false alarm.
+    raw["cases"] = [row for row in raw["cases"] if not row["key"].endswith((" sprint", " decode"))]
+    ledger.write_text(json.dumps(raw))
+    assert statuses("-k", "decode") == {"new"}
+    raw["cases"] = [{**row, "key": row["key"].replace("llama", "mixtral")} for row in raw["cases"]]
+    ledger.write_text(json.dumps(raw))
+    assert gated.run_bare(*args[:-1], "benchmark/test_counters.py", "-k", "record").ret == 1, "nothing was judged"
+    assert set(gated.statuses().values()) == {"unchecked"}
 
 
 @pytest.mark.requirement(30, 46, 108)
