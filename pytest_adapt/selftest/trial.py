@@ -191,10 +191,16 @@ def _trimmed(case: CaseResult) -> dict[str, Any]:
         "precision": case.precision,
         "context": case.context,
         "observable": case.observable,
-        "reason": case.reason[:_LONGEST],
+        "reason": "" if kinds else case.reason[:_LONGEST],
         "divergence": None if case.divergence is None else _plain(asdict(case.divergence)),
-        "measurements": [_plain(asdict(one)) for one in list(kinds.values())[:_MOST_MEASURED]],
+        "measurements": [_measured(one) for one in list(kinds.values())[:_MOST_MEASURED]],
     }
+
+
+def _measured(one: Measurement) -> dict[str, Any]:
+    """What a diagnosis reads of it: of a site no words."""
+    shown = {"metric": one.metric, "value": one.value, "ok": one.ok, "prompt": one.prompt, "position": one.position}
+    return _plain({**shown, "site": one.site, "detail": "" if one.site else one.detail})
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
