@@ -15,7 +15,6 @@ from pytest_adapt.faults.cli import main
 from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
 from pytest_adapt.faults.waiting import waiting
 from pytest_adapt.selftest.kept import Kept
-from pytest_adapt.selftest.limits import smallest
 from pytest_adapt.selftest.memo import Memory, RememberedTarget
 from pytest_adapt.selftest.nested import Bench, NestedError, Setting
 from pytest_adapt.selftest.page import page, summary_lines
@@ -207,13 +206,6 @@ def test_a_matrix_survives_its_file(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(MatrixError, match="cannot be read"):
         load(tmp_path / "absent.json")
-
-
-def test_a_limit_is_the_smallest_step_that_holds() -> None:
-    steps = (1.0, 2.0, 3.0, 4.0)
-    assert smallest(steps, lambda step: step >= 3) == 3.0
-    assert smallest(steps, lambda step: True) == 1.0
-    assert smallest(steps, lambda step: False) is None
 
 
 def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.CaptureFixture[str]) -> None:
