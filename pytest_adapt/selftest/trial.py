@@ -15,6 +15,7 @@ from pytest_adapt.selftest.kept import Kept
 from pytest_adapt.selftest.memo import Memory
 from pytest_adapt.selftest.nested import Bench, Found, Setting
 from pytest_adapt.sites import layer_of
+from pytest_adapt.verdict.pattern import function_of
 from pytest_adapt.verdict.result import CaseResult, Measurement, Status
 
 __all__ = ["COLUMNS", "RedControl", "Row", "Trial", "control_of", "run_trial", "trial_of"]
@@ -28,7 +29,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Observable -> what the target is masked to: a white box shows everything, and whatever else shows numbers writes
 text as well."""
-_MOST_RED, _MOST_MEASURED = 6, 8
+_MOST_MEASURED = 8
 _LONGEST = 160
 """Characters of a text that is kept."""
 _NEEDLE_CONTEXT = 1024
@@ -138,7 +139,7 @@ def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) ->
     differs = found.answers != control["answers"] or any(
         before.get(case.case) != case.status.value for case in found.cases if case.suite != _OPERATORS
     )
-    green = Counter(case.case.partition("[")[0] for case in found.cases if case.status is Status.PASS)
+    green = Counter(function_of(case.case) for case in found.cases if case.status is Status.PASS)
     return {
         "fault": fault.id,
         "precision": trial.precision,
@@ -153,7 +154,7 @@ def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) ->
         "located": _located(fault, own) if column == "taps" else None,
         "said": _said(fault, own),
         "seconds": round(found.seconds, 2),
-        "red": [_trimmed(case) for case in sorted(red, key=lambda case: case.suite != fault.suite)[:_MOST_RED]],
+        "red": [_trimmed(case) for case in _one_of_each_test(sorted(red, key=lambda one: one.suite != fault.suite))],
         "green": dict(sorted(green.items())),
     }
 
@@ -173,6 +174,13 @@ def _said(fault: Fault, own: list[CaseResult]) -> bool | None:
     lines = [case.reason for case in own]
     lines += [f"{one.metric} {one.prompt}: {one.detail}" for case in own for one in case.measurements if not one.ok]
     return any(fault.says in line for line in lines)
+
+
+def _one_of_each_test(cases: Iterable[CaseResult]) -> list[CaseResult]:
+    first: dict[str, CaseResult] = {}
+    for case in cases:
+        first.setdefault(function_of(case.case), case)
+    return list(first.values())
 
 
 def _trimmed(case: CaseResult) -> dict[str, Any]:

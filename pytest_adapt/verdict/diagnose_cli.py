@@ -71,7 +71,8 @@ def _lines(number: int, diagnosis: Diagnosis, known: Mapping[str, Fault], most: 
     none = next(match for match in diagnosis.matches if not match.fault)
     if none not in shown:
         lines.append(f"   {none.likelihood:4.0%}  none of the known; {rest - none.likelihood:.0%} others")
-    return [*lines, f"   by rows of the kill matrix on {diagnosis.observable}"]
+    how = f"by rows of the kill matrix on {diagnosis.observable}" if diagnosis.observable else "nothing was compared"
+    return [*lines, f"   {how}"]
 
 
 def _named(match: Match, known: Mapping[str, Fault]) -> str:

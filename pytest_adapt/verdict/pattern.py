@@ -17,7 +17,7 @@ from typing import Any
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.result import RUNGS
 
-__all__ = ["AXES", "SETS", "Pattern", "family_of", "function_of", "narrowed", "pattern_of"]
+__all__ = ["AXES", "SETS", "Pattern", "family_of", "function_of", "group_of", "narrowed", "pattern_of"]
 
 AXES: tuple[str, ...] = ("tp", "pp", "ep", "sp", "dp", "etp")
 SETS: frozenset[str] = frozenset({"site", "metric", "word"})
@@ -38,13 +38,19 @@ class Pattern:
     """Features of a failure by name; a name that is absent is not known."""
 
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """Something was seen, or was looked at and not seen (``test ...``, ``site ...``, ``metric ...``, ``word ...``)."""
+    """Something was seen, or was looked at and not seen (``test ...``, ``tests ...`` of a group, ``site ...``,
+    ``metric ...``, ``word ...``)."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """One of several values (``divergence``: the site without its layer)."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Decimal logarithms (``error``: of the first divergence, relative to its row)."""
     judged: frozenset[str] = frozenset()
     """Suites of which a test was judged; ``site`` where any site was compared."""
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """Groups of tests (`group_of`) that were judged."""
+        return frozenset(name.removeprefix("tests ") for name in self.flags if name.startswith("tests "))
 
     def choice(self, name: str) -> str | None:
         return self.choices.get(name)
@@ -69,12 +75,15 @@ def pattern_of(
     *,
     single: bool | None = None,
 ) -> Pattern:
-    """The pattern of the ``red`` cases (as in report.json) of one deployment, where the tests ``green`` passed.
+    """The pattern of the ``red`` cases (as in report.json) of one deployment, where the tests ``green`` passed; without
+    red ones just what was looked at and not seen.
 
     ``single`` says whether the failure shows on one rank too (None: that was not judged, so the layout tells nothing).
     """
     flags: dict[str, bool] = {f"test {name}": False for name in green}
     flags |= {f"test {function_of(str(case['case']))}": True for case in red}
+    wrong = {group_of(str(case["case"])) for case in red}
+    flags |= {f"tests {group}": group in wrong for group in {group_of(name[5:]) for name in flags}}
     choices: dict[str, str] = {}
     numbers: dict[str, list[float]] = {}
     failed = [one for case in red for one in _failed(case)]
@@ -90,7 +99,7 @@ def pattern_of(
             numbers.setdefault(f"value of {one['metric']}", []).append(value)
     divergences = [case["divergence"] for case in red if case.get("divergence")]
     choices["divergence"] = "nowhere"
-    choices["suite"] = min((_rung(case), _suite(case)) for case in red)[1]
+    choices["suite"] = min((_rung(case), _suite(case)) for case in red)[1] if red else "none"
     if divergences:
         first = divergences[0]
         layer, local = layer_of(str(first["site"]))
@@ -136,6 +145,11 @@ def narrowed(case: Mapping[str, Any], sites: Iterable[str]) -> Mapping[str, Any]
 def function_of(case: str) -> str:
     """Test of a case id: ``correctness/test_sites.py::test_name`` without its parameters."""
     return case.partition("[")[0]
+
+
+def group_of(case: str) -> str:
+    """File of a test, by its function or case; those that compare sites, on one rank or on several, are one."""
+    return case.partition("::")[0].replace("test_layouts.py", "test_sites.py")
 
 
 def family_of(model: str) -> str:

@@ -178,6 +178,42 @@ def test_a_fault_unlike_every_known_one_is_not_forced_onto_one(fault: str) -> No
 
 
 @pytest.mark.requirement(117)
+@pytest.mark.parametrize("fault", [name for name in WHITE_BOX if name != "EX04"])
+@pytest.mark.parametrize("only", [SITES, PREDICTIONS])
+def test_a_run_of_few_tests_is_compared_with_what_these_tests_show(fault: str, only: str) -> None:
+    """What was not run speaks against nobody; the rest of a row is no evidence."""
+    cases = [one for one in red(fault, precision="fp16", scale=1.06) if one["case"].startswith(only)]
+    made = report(cases)
+    made["cases"] = cases
+    (found,) = of_report(made, matrix())
+    assert places(found)[0] == fault
+    assert not any("metric" in one or "test" in one for one in found.matches[0].differs)
+
+
+def test_a_test_that_stays_green_under_a_fault_speaks_against_it() -> None:
+    (cases,) = (red("SC10"),)
+    made = report(cases)
+    made["cases"] = cases
+    (found,) = of_report(made, matrix())
+    assert places(found)[0] == "SC10" and places(found).index("RT04") > places(found).index("")
+
+
+def test_where_ranks_add_nothing_the_run_on_one_rank_is_compared() -> None:
+    on_one = red("NM05", precision="fp16")
+    on_two = [one for layout in ("tp2", "sp2", "pp2") for one in red("NM05", precision="fp16", layout=layout)[1:]]
+    (alone,), (both,) = (of_report(report(cases), matrix()) for cases in (on_one, [*on_one, *on_two]))
+    assert [match.likelihood for match in alone.matches] == [match.likelihood for match in both.matches]
+
+
+@pytest.mark.parametrize("status", ["unknown", "inconclusive", "unchecked"])
+def test_where_nothing_was_compared_nothing_known_explains_it(status: str) -> None:
+    cases = [one | {"status": status} for one in red("AT25")]
+    (found,) = of_report(report(cases), matrix())
+    assert [(match.fault, match.likelihood) for match in found.matches] == [("", 1.0)]
+    assert _lines(1, found, {}, 3)[-1] == "   nothing was compared"
+
+
+@pytest.mark.requirement(117)
 def test_what_nothing_known_resembles_is_none_of_the_known() -> None:
     cell = {"model": "mine", "layout": "single", "precision": "fp32"}
     strange = case(
