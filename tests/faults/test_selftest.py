@@ -14,12 +14,15 @@ from pytest_adapt.faults import Fault, catalogue, get
 from pytest_adapt.faults.cli import main
 from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
 from pytest_adapt.faults.waiting import waiting
+from pytest_adapt.selftest import memo
 from pytest_adapt.selftest.kept import Kept
 from pytest_adapt.selftest.memo import Memory, RememberedTarget
 from pytest_adapt.selftest.nested import Bench, NestedError, Setting
 from pytest_adapt.selftest.page import page, summary_lines
 from pytest_adapt.selftest.trial import RedControl, run_trial, trial_of
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response
+from pytest_adapt.verdict import sampling, statistics
+from pytest_adapt.verdict.pattern import function_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def test_a_fault_is_seen_and_placed(bench: Bench, controls: Kept) -> None:
     (site,) = {case["divergence"]["site"] for case in first["red"] if case["suite"] == "correctness"}
     assert site == "layer.1.ffn.norm"
     assert all(case["divergence"] is None for case in rows["topk"]["red"]), "a masked target shows no site"
-    assert len(first["red"]) <= 6 and all(len(case["measurements"]) <= 8 for case in first["red"])
+    assert all(len(case["measurements"]) <= 8 for case in first["red"])
     assert first["green"]["determinism/test_repeat.py::test_a_restart_gives_the_same_bits"] == 1
     json.dumps(rows, allow_nan=False)
     again = run_trial(trial, bench, controls, ("taps",))["taps"]
@@ -78,6 +81,31 @@ def test_a_fault_that_changes_nothing_is_equivalent(bench: Bench, controls: Kept
     rows = run_trial(trial, bench, controls)
     assert list(rows) == ["taps"]
     assert not rows["taps"]["differs"] and not rows["taps"]["killed"]
+
+
+def test_a_permutation_test_of_the_same_draws_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    monkeypatch.setattr(memo, "permutation_test", lambda *samples, **named: computed.append(named) or len(computed))
+    memory, draws = Memory(), {"p": np.array([1, 2])}
+    with memory.of_tests():
+        found = [sampling.permutation_test(draws, draws, {"p": np.ones(3)}, alpha=alpha) for alpha in (0.1, 0.1, 0.2)]
+    assert found == [1, 1, 2] and [one["alpha"] for one in computed] == [0.1, 0.2]
+    assert sampling.permutation_test is statistics.permutation_test
+
+
+def test_a_run_until_red_begins_no_case_after_it(bench: Bench) -> None:
+    setting = trial_of(get("WL91"), "fp32").setting
+    whole, cut = bench.run(setting), bench.run(setting, until_red=True)
+    assert len(cut.cases) < len(whole.cases)
+    assert cut.red == [cut.cases[-1]] and cut.red[0].case == whole.red[0].case
+
+
+def test_a_row_keeps_a_case_of_every_red_test(bench: Bench, controls: Kept) -> None:
+    row = run_trial(trial_of(get("NM05"), "fp32"), bench, controls, ("taps",))["taps"]
+    tests = [function_of(case["case"]) for case in row["red"]]
+    assert len(set(tests)) == len(tests) > 6
+    assert "correctness/test_sites.py::test_each_operation_matches_its_definition" in tests
+    assert not any("detail" in one for case in row["red"] for one in case["measurements"] if one.get("site"))
 
 
 def test_red_without_a_fault_proves_nothing(bench: Bench, controls: Kept) -> None:
