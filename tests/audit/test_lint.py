@@ -159,6 +159,13 @@ def test_a_record_that_is_too_large_for_its_prompts(store: Store, monkeypatch: p
         ({"witness": {"name": "builtin", "use_of_budget": 0.1}}, "not independent"),
         ({"witness": {"name": "transformers", "use_of_budget": 1.2}}, "1.2 of the budget away"),
         ({"witness": {"name": "transformers", "use_of_budget": float("nan")}}, "confirms nothing"),
+        ({"witness": {"name": "transformers", "use_of_budget": -0.1}}, "-0.1 of the budget away, which confirms"),
+        ({"witness": {"name": "transformers", "use_of_budget": "0.1"}}, "confirms nothing"),
+        ({"witness": {"name": "transformers", "use_of_budget": None}}, "confirms nothing"),
+        ({"witness": {"name": "transformers"}}, "is not told (use_of_budget)"),
+        ({"witness": {"name": " builtin", "use_of_budget": 0.1}}, "' builtin' is no name, or has stray spaces"),
+        ({"witness": {"name": 7, "use_of_budget": 0.1}}, "its witness 7 is no name"),
+        ({"reason": "  "}, "does not say its reason"),
     ],
 )
 def test_where_a_record_comes_from(store: Store, told: dict[str, Any], says: str) -> None:

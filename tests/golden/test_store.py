@@ -43,7 +43,7 @@ WHY = {
     "made_at": "2026-01-01",
     "generator": "by hand",
     "environment": {"numpy": "9.9"},
-    "witness": {"name": "somebody"},
+    "witness": {"name": "somebody", "use_of_budget": 0.5},
 }
 
 
@@ -109,6 +109,57 @@ def test_damage_is_named(store: Store, record: Record, make: Any, tokens: Any, w
     assert found.record is None and "\n" not in found.reason
     findings = verify(Store(store.directory), {record.key.id: record.key})
     assert [one.kind for one in findings][0] == found.status
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "", "/outside", "a/../../outside", "..", "a\\outside", ".hidden", 7, None]
+)
+def test_nothing_outside_a_store_is_touched(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: object
+) -> None:
+    """Whatever an index lists, only files of the store itself are deleted."""
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    index.write_text(json.dumps({**raw, "records": [*raw["records"], {**raw["records"][0], "id": name}]}))
+    (store.directory.parent / "outside.safetensors").write_text("of somebody else")
+    before = snapshot(store.directory.parent)
+    monkeypatch.setattr("pytest_adapt.golden.cli.catalogue_tasks", lambda root: ({}, {}))
+    assert main(["--store", str(store.directory), "prune", "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert f"{index}: entry 2: id {name!r} is no record's name" in said and said.count("\n") == 1
+    assert snapshot(store.directory.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kind": "truth"}, "kind 'truth'; kinds are reference and observed"),
+        ({"digest": None}, "digest is None"),
+        ({"tokens": "many"}, "tokens is 'many', and not a whole number"),
+        ({"tokens": True}, "tokens is True"),
+        ({"precisions": "fp32"}, "precisions is 'fp32', and not a list"),
+        ({"precisions": [7]}, "precision 7 is no name"),
+        ({"provenance": 7}, "provenance is 7, and not an object"),
+        ({"provenance": "me"}, "provenance is 'me'"),
+        ({"provenance": {**WHY, "witness": ["a"]}}, "its witness is ['a'], and not an object"),
+        ({"provenance": {**WHY, "environment": "here"}}, "its environment is 'here', and not an object"),
+    ],
+)
+def test_an_entry_of_another_form_is_named(store: Store, record: Record, change: dict[str, Any], says: str) -> None:
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    raw["records"][0] |= change
+    index.write_text(json.dumps(raw))
+    with pytest.raises(StoreError) as caught:
+        verify(Store(store.directory), {record.key.id: record.key})
+    assert str(caught.value).startswith(f"{index}: entry 1: {record.key.id}: {says}")
+
+
+def test_the_index_of_another_version_is_named(store: Store, record: Record) -> None:
+    index = store.directory / INDEX
+    index.write_text(json.dumps({**json.loads(index.read_text()), "schema": 9}))
+    with pytest.raises(StoreError, match="schema 9, this version reads 1"):
+        Store(store.directory).lookup(record.key)
 
 
 def test_the_same_numbers_leave_the_old_bytes(store: Store, record: Record) -> None:
@@ -437,10 +488,22 @@ def test_two_answers_for_one_record_are_not_both_taken(store: Store, tmp_path: P
         accept(store, list_pending(tmp_path / "pending"), WHY, allow_observed=True)
 
 
-def test_a_note_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(RecordError, match=r"x\.json"):
-        list_pending(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"record_id": "../outside"}, "record_id '../outside' is no record's name"),
+        ({"record_id": None}, "record_id None"),
+        ({"kind": "truth"}, "kind 'truth'; kinds are new, update, observed"),
+        ({"provenance": None}, "provenance None is no object"),
+        ({"unheard": 1}, "unheard"),
+    ],
+)
+def test_a_note_that_cannot_be_read_is_named(pending: Path, change: dict[str, Any], says: str) -> None:
+    (note,) = pending.glob("*.json")
+    note.write_text(json.dumps({**json.loads(note.read_text()), **change}))
+    with pytest.raises(RecordError) as caught:
+        list_pending(pending)
+    assert str(note) in str(caught.value) and says in str(caught.value)
 
 
 # The command line -------------------------------------------------------------------------------------------------
