@@ -579,6 +579,40 @@ def test_of_every_model_some_short_prompt_ends_with_certain_routing(name: str) -
         assert any(record.certified(precision)[min(len(record.tokens), 64) - 1] for record in records), precision
 
 
+def test_a_cached_record_is_what_it_says_and_not_what_its_file_is_called(
+    live: OracleReference, tokens: Any, tmp_path: Path
+) -> None:
+    """Files that changed their names among each other cost time, and never a verdict."""
+
+    def asked() -> dict[str, Record]:
+        fresh = replace(live, cache=tmp_path, _kept={})
+        return {
+            f"{name} {precision}": fresh._cached(name, sequence, precision)
+            for name, sequence in (("p", tokens(6)), ("q", tokens(6, seed=1)))
+            for precision in ((), ("fp32",), ("bf16",))
+        }
+
+    first, files = asked(), sorted(tmp_path.iterdir())
+    assert len(files) == len(first)
+    kept = {path: path.read_bytes() for path in files}
+    for path, other in zip(files, (*files[1:], files[0]), strict=True):
+        path.write_bytes(kept[other])
+    again = asked()
+    assert {name: one.digest() for name, one in again.items()} == {name: one.digest() for name, one in first.items()}
+    assert {path: path.read_bytes() for path in files} == kept, "each file is made again"
+
+
+def test_a_cached_record_is_found(live: OracleReference, tokens: Any, tmp_path: Path) -> None:
+    """By whatever name a model and a prompt go: two directories of one checkpoint share it."""
+    first = replace(live, cache=tmp_path, _kept={})._cached("p", tokens(6), ("fp32",))
+    (path,) = tmp_path.iterdir()
+    written = path.stat().st_mtime_ns
+    again = replace(live, cache=tmp_path, model="other", _kept={})._cached("q", tokens(6), ("fp32",))
+    assert path.stat().st_mtime_ns == written and list(tmp_path.iterdir()) == [path]
+    assert again.key == replace(first.key, model="other", prompt="q")
+    assert np.array_equal(again.lse, first.lse)
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(live: OracleReference, tokens: Any, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     uncached = replace(live, cache=tmp_path / "taken" / "below", _kept={})
