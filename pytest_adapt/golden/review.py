@@ -228,7 +228,10 @@ def accept(
             raise ReviewError(f"{pending.record_id} is pending from two cases; accept one by its file name")
         by_record[pending.record_id] = pending
     if provenance.get("dirty") and not allow_dirty:
-        raise ReviewError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
+        raise ReviewError(
+            f"the working tree that holds {store.directory} has changes outside it; commit them, or --allow-dirty (it "
+            "is noted)"
+        )
     for pending in chosen:
         if pending.run_had_errors:
             raise ReviewError(f"{pending.record_id}: the run that proposed it had errors; run it again")

@@ -126,7 +126,7 @@ class Store:
             return {}
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            schema, listed = raw["schema"], list(raw["records"])
+            listed, schema = list(raw["records"]), raw["schema"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(
                 f"{path}: cannot be read as an index ({error!r}); restore it from version control"

@@ -95,6 +95,20 @@ def test_waivers(tmp_path: Path, cases: str, expires: str, says: str) -> None:
         assert note.note and "known after a run" in str(note)
 
 
+def test_what_is_not_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place, why in (("absent", "is not there"), ("file", "is no directory")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--only", "goldens", "--goldens", str(tmp_path / place)])
+        assert f"argument --goldens: {tmp_path / place} {why}" in capsys.readouterr().err
+    assert main(["--only", "goldens", "--goldens", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"note: goldens: nothing was read: {tmp_path} holds no record and no counters" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "waivers"])
+    assert "waivers needs --waivers FILE, which adapt_waivers in your ini file names" in capsys.readouterr().err
+
+
 def test_a_sound_store_is_clean(store: Store) -> None:
     assert lint_goldens(store.directory) == []
 

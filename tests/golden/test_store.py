@@ -213,7 +213,7 @@ def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
 
 @pytest.mark.requirement(118)
 def test_the_environment_is_recorded_and_its_drift_reported(store: Store, record: Record) -> None:
-    told = provenance("why")
+    told = provenance("why", store.directory)
     assert told["reason"] == "why" and told["environment"] == environment()
     assert {"python", "numpy", "blas", "isa", "threads"} <= told["environment"].keys()
     store.remove(record.key.id)
@@ -233,22 +233,28 @@ def test_drift_counts_the_records(store: Store, make: Any, tokens: Any) -> None:
     assert drift(store, {"numpy": "1.0"}) == ["numpy: 9.9 -> 1.0 (3 records)"]
 
 
-def test_who_makes_a_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_a_record_names_the_commit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     monkeypatch.chdir(tmp_path)
-    assert provenance("why")["commit"] == "", "no repository"
+    store = tmp_path / "goldens"
+    assert provenance("why", store)["commit"] == "", "no repository"
     git("init", "-q")
     git("-c", "user.name=ana", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "first")
-    (tmp_path / "goldens").mkdir()
-    (tmp_path / "goldens" / "a").touch()
-    told = provenance("why")
+    store.mkdir()
+    (store / "a").touch()
+    told = provenance("why", store)
     assert told["commit"] == git("rev-parse", "HEAD").strip() and not told["dirty"]
     (tmp_path / "b").touch()
-    assert provenance("why")["dirty"]
+    assert provenance("why", store)["dirty"] and provenance("why", Path("goldens"))["dirty"]
+    # The folder that one stands in is another matter.
+    elsewhere = provenance("why", tmp_path_factory.mktemp("elsewhere") / "new")
+    assert elsewhere["commit"] == "" and not elsewhere["dirty"]
     monkeypatch.setenv("PATH", "")
-    assert provenance("why")["commit"] == "", "no git"
+    assert provenance("why", store)["commit"] == "", "no git"
 
 
 def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> None:
@@ -531,6 +537,27 @@ def test_commands(
     propose(pending, record, "update")
     assert main([*base, "reject", "--all"]) == 0
     assert list_pending(pending) == []
+
+
+def test_where_nothing_is_read_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "absent", tmp_path / "file"):
+        for words in (["list"], ["verify"], ["prune"], ["review", "--markdown"]):
+            with pytest.raises(SystemExit, match="2"):
+                main(["--store", str(place), *words])
+            assert f"{place} is no directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--store", str(tmp_path / "file"), "accept", "--all", "--reason", "x"])
+    base = ["--store", str(tmp_path), "--pending", str(tmp_path / "pending")]
+    for command in ("list", "verify"):
+        assert main([*base, command]) == 0
+        assert "nothing was read: the store holds no record" in capsys.readouterr().out
+    assert main([*base, "accept", "--all", "--reason", "x"]) == 0
+    assert capsys.readouterr().out == f"nothing is pending in {tmp_path / 'pending'}\n"
+    for words in (["accept", "--all"], ["make"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*base, *words, "--reason", "  "])
+        assert "argument --reason: is empty" in capsys.readouterr().err
 
 
 def test_review_asks_about_each_pending_record(
