@@ -77,7 +77,7 @@ class Store:
             record = Record.load(path)
         except RecordError as problem:
             return Lookup("damaged", reason=str(problem))
-        if record.digest() != entry.get("digest"):
+        if record.digest() != entry.get("digest") or record.key.id != key.id:
             return Lookup("damaged", reason=f"{path} is not the record that {INDEX} lists; restore both, or {remake}")
         changed = _changed(record.key, key)
         if changed:

@@ -130,6 +130,17 @@ def test_nothing_outside_a_store_is_touched(
     assert snapshot(store.directory.parent) == before
 
 
+def test_what_a_target_answered_is_no_reference_under_its_name(store: Store, record: Record) -> None:
+    """Not even with its digest in the index: what a record is of stands in it."""
+    seen = replace(record, key=replace(record.key, math_class="seen-fp32"))
+    seen.save(store.path(record.key.id))
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    raw["records"][0]["digest"] = seen.digest()
+    index.write_text(json.dumps(raw))
+    assert Store(store.directory).lookup(record.key).status == "damaged"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
