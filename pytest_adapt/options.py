@@ -498,5 +498,9 @@ def _check_goldens(settings: Settings, config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")
     for name in ("waivers", "goldens_dir"):
         value = getattr(settings, name)
-        if value and not (Path(config.rootpath) / value).exists():
+        path = Path(config.rootpath) / value
+        if value and not path.exists():
             raise pytest.UsageError(f"adapt_{name}: {value} does not exist (paths start at {config.rootpath})")
+        if value and path.is_dir() is not (name == "goldens_dir"):
+            what = "no directory" if name == "goldens_dir" else "a directory, and no file"
+            raise pytest.UsageError(f"adapt_{name}: {value} is {what} (paths start at {config.rootpath})")

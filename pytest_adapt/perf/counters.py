@@ -26,9 +26,9 @@ def cell_of(target: OpenTarget, model: ModelHandle) -> str:
 def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     """Run a load on a freshly opened deployment and count.
 
-    A number that the load changes counts as the change, one that it leaves alone as it stands (bytes of weights and
-    cache); what is no whole number (shares, seconds) is no counter. Raises Verdict unsupported where the target counts
-    nothing.
+    A number that the load raises counts as the rise, one that it leaves alone as it stands (bytes of weights and
+    cache); what falls, is below 0 or is no whole number (shares, seconds) is no counter. Raises Verdict unsupported
+    where the target counts nothing.
     """
     target.restart()
     target.profile("counts")
@@ -48,7 +48,8 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     counters = {
         name: round(value - before.get(name, 0.0)) if value != before.get(name, 0.0) else round(value)
         for name, value in sorted(after.items())
-        if value.is_integer() and before.get(name, 0.0).is_integer() and not name.endswith(("seconds", "share"))
+        if value.is_integer() and before.get(name, 0.0).is_integer() and value >= max(0.0, before.get(name, 0.0))
+        if not name.endswith(("seconds", "share"))
     }
     names = BUILD if target.deployment.precision == "fp32" else BUILD + ROUNDED
     told = {name: str(value) for name, value in target.info.environment.items() if name in names}

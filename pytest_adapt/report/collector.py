@@ -60,7 +60,9 @@ class Collector:
     @property
     def useless_waivers(self) -> bool:
         """Whether a waiver fails the run: it has expired, or no case needed it."""
-        return any(one.state in ("expired", "unused") for one in self.waived)
+        from pytest_adapt.verdict.waiver import FAILING
+
+        return any(one.state in FAILING for one in self.waived)
 
     @property
     def ladder(self) -> Ladder:

@@ -102,6 +102,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
                 "state": one.state,
                 "waived": one.waived,
                 "passed": one.passed,
+                "red": one.red,
             }
             for one in collector.waived
         ],

@@ -202,15 +202,16 @@ def _figure_lines(cases: list[CaseResult]) -> list[str]:
 
 def _waiver_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     """Waivers that do not do what they say, and the patch that mends them."""
-    from pytest_adapt.verdict.waiver import FAILING, patch
+    from pytest_adapt.verdict.waiver import MENDED, patch
 
-    told = [one for one in collector.waived if one.state in (*FAILING, "loose")]
-    lines = [(str(one), {"red": one.state in FAILING}) for one in told]
-    if not told:
+    told = [one for one in collector.waived if one.state in (*MENDED, "spent")]
+    lines = [(str(one), {"red": one.state != "loose"}) for one in told]
+    if not any(one.state in MENDED for one in told):
         return lines
-    runner = collector.runner
-    path = runner.config.rootpath / runner.settings.waivers
-    diff = patch(path, collector.waived, runner.settings.waivers).splitlines()
+    root, settings = collector.runner.config.rootpath, collector.runner.settings
+    path = root / settings.waivers
+    shown = path.relative_to(root) if path.is_relative_to(root) else path
+    diff = patch(path, collector.waived, shown.as_posix()).splitlines()
     if not diff:
         return [*lines, (f"{path} has another form than [[waiver]] tables; change it by hand", {})]
     lines += [(line, {}) for line in diff[:_MOST_PATCH]]

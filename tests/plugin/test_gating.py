@@ -336,7 +336,7 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
             def token(self, length): self.made += int(os.environ.get("EACH", "1"))
             def stats(self):
                 made = float(self.made)
-                return {"made": made, "op.draw.calls": made, "held_bytes": 64.0, "busy_share": 0.25}
+                return {"made": made, "op.draw.calls": made, "held_bytes": 64.0, "busy_share": 0.25, "free": 99 - made}
         """
     )
     gated.pytester.makeini("[pytest]\nadapt_goldens_dir = mine\n")
@@ -356,9 +356,17 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert statuses() == {"pass"}
     ledger = gated.path / "mine" / "counters" / "spin.json"
     rows = {row["key"]: row["counters"] for row in json.loads(ledger.read_text())["cases"]}
-    assert rows["llama-odd single fp32 decode"] == {"held_bytes": 64, "made": 12, "op.draw.calls": 12}
+    counted = {"held_bytes": 64, "made": 12, "op.draw.calls": 12}  # what falls is no counter
+    assert rows["llama-odd single fp32 decode"] == counted
     before = ledger.read_text()
     assert statuses("--adapt-goldens=new") == {"pass"} and ledger.read_text() == before
+    ledger.write_text(before.replace(f'"counters": {json.dumps(counted)}', '"counters": null'))
+    result = gated.run_bare(*args, "-k", "decode")
+    assert set(gated.statuses().values()) == {"fail"}
+    assert "spin.json: cannot be read as counters (llama-odd single fp32 decode: counters are None" in (
+        result.stdout.str()
+    )
+    ledger.write_text(before)
     monkeypatch.setenv("EACH", "2")
     result = gated.run_bare(*args)
     assert result.ret == 1 and set(gated.statuses().values()) == {"mismatch"}
