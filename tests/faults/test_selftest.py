@@ -202,7 +202,7 @@ def test_a_matrix_survives_its_file(tmp_path: Path) -> None:
     assert load(path) == _some_matrix()
     assert json.loads(path.read_text())["schema"] == 1
     path.write_text('{"schema": 2}')
-    with pytest.raises(MatrixError, match=r"schema 2, expected 1; make it anew: --adapt-selftest"):
+    with pytest.raises(MatrixError, match=r"schema 2, this version reads 1; make one with --adapt-selftest"):
         load(path)
     with pytest.raises(MatrixError, match="cannot be read"):
         load(tmp_path / "absent.json")
