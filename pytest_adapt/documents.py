@@ -111,8 +111,8 @@ def choice(*allowed: str) -> Shape:
 
 
 def real(value: Any) -> str | None:
-    fits = isinstance(value, float) or whole(value) is None
-    return None if fits else _not(value, "a number")
+    fits = math.isfinite(value) if isinstance(value, float) else whole(value) is None
+    return None if fits else _not(value, "a finite number")
 
 
 def number(value: Any) -> str | None:
