@@ -133,13 +133,28 @@ class KillMatrix:
         """Ids of faults that count and that no suite sees."""
         return [row["fault"] for row in self.of(observable, precision) if self.counts(row) and not row["killed"]]
 
+    def lacking(self, faults: Iterable[str]) -> list[str]:
+        """What a whole matrix of these faults has beside this one, in words."""
+        names = list(faults)
+        found = []
+        for precision in ("fp32", "bf16"):
+            seen = {row["fault"] for row in self.of("taps", precision)}
+            if absent := [name for name in names if name not in seen]:
+                found.append(f"{len(absent)} of {len(names)} faults in {precision} ({absent[0]} first)")
+        found += [what for what, rows in (("mutants", self.mutants), ("limits", self.limits)) if not rows]
+        return found
+
     def save(self, path: Path) -> None:
-        """Write the matrix as JSON, one row a line, in one step. Raises OSError."""
+        """Write the matrix, in one step. Raises OSError."""
+        write(path, self.text())
+
+    def text(self) -> str:
+        """The matrix as JSON, one row a line."""
         parts = asdict(self)
         lines = [f'"schema": {SCHEMA}', f'"made": {json.dumps(parts["made"], allow_nan=False)}']
         for name in ("rows", "mutants", "limits"):
             lines.append(f'"{name}": {_lines(parts[name])}')
-        write(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def load(path: Path | None = None) -> KillMatrix:

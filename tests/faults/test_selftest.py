@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.faults import Fault, catalogue, get
+from pytest_adapt.faults import Fault, catalogue, cli, get
 from pytest_adapt.faults.cli import main
 from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
 from pytest_adapt.faults.waiting import waiting
@@ -215,6 +215,82 @@ def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.Captur
     assert len(catalogue()) >= 90
     assert main(["list", "--waiting"]) == 0
     assert "WL13" in capsys.readouterr().out
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place that ships a matrix and a page."""
+    shipped = tmp_path / "pytest_adapt" / "faults" / "kill_matrix.json"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "kill-matrix.md").write_text("the page\n")
+    _some_matrix().save(shipped)
+    monkeypatch.setattr(cli, "shipped_matrix", lambda: shipped)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_measured_matrix_the_shipped_one_is_shown(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    assert main(["matrix"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"from {shipped}"
+    measured = checkout / ".adapt" / "selftest" / "kill_matrix.json"
+    KillMatrix(made={"seconds": 7}).save(measured)
+    assert main(["matrix"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["7 s of CPU time", "from .adapt/selftest/kill_matrix.json"]
+    measured.unlink()
+    assert main(["matrix", "--write"]) == 2, "the shipped one is not written over itself"
+    assert "make one with --adapt-selftest" in capsys.readouterr().err
+
+
+def _whole_matrix(**parts: Any) -> KillMatrix:
+    rows = tuple(_row(name, precision=precision) for name in catalogue() for precision in ("fp32", "bf16"))
+    limit = {"value": "v", "precision": "bf16", "changes": None, "detected": {}, "token": None, "any_token": 1e-3}
+    mutant = {"name": "n", "what": "w", "killed": True, "by": "b"}
+    return KillMatrix(**{"rows": rows, "mutants": (mutant,), "limits": (limit,), "made": {"seconds": 1.0}} | parts)
+
+
+def test_a_whole_matrix_is_written_with_its_page(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _whole_matrix().save(checkout / "mine.json")
+    assert main(["matrix", "--from", "mine.json", "--write"]) == 0
+    assert load(checkout / "pytest_adapt" / "faults" / "kill_matrix.json") == _whole_matrix()
+    assert (checkout / "docs" / "kill-matrix.md").read_text() == page(_whole_matrix())
+    assert {path.name for path in (checkout / "docs").iterdir()} == {"kill-matrix.md"}, "no half of a file is left"
+
+
+@pytest.mark.parametrize(
+    ("parts", "lacks"),
+    [
+        ({"rows": ()}, "faults in bf16 (AT03 first)"),
+        ({"rows": _whole_matrix().rows[1:]}, "faults in fp32 (AT03 first)"),
+        ({"mutants": ()}, "lacks mutants"),
+        ({"limits": ()}, "lacks limits"),
+    ],
+)
+def test_a_part_of_a_matrix_replaces_no_whole_one(
+    checkout: Path, capsys: pytest.CaptureFixture[str], parts: dict[str, Any], lacks: str
+) -> None:
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    _whole_matrix(**parts).save(checkout / "mine.json")
+    before = shipped.read_text()
+    assert main(["matrix", "--from", "mine.json", "--write"]) == 2
+    message = capsys.readouterr().err
+    assert lacks in message and "finish pytest --adapt-selftest, or write it with --partial" in message
+    assert shipped.read_text() == before and (checkout / "docs" / "kill-matrix.md").read_text() == "the page\n"
+    assert main(["matrix", "--from", "mine.json", "--write", "--partial"]) == 0
+    assert load(shipped) == _whole_matrix(**parts)
+
+
+def test_nothing_is_written_where_the_page_cannot_be_made(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(matrix: KillMatrix) -> str:
+        raise KeyError("value")
+
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    before = shipped.read_text()
+    _whole_matrix().save(checkout / "mine.json")
+    monkeypatch.setattr("pytest_adapt.selftest.page.page", broken)
+    with pytest.raises(KeyError):
+        main(["matrix", "--from", "mine.json", "--write"])
+    assert shipped.read_text() == before
 
 
 def test_a_matrix_that_is_absent_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
