@@ -55,7 +55,7 @@ LIMIT: Shape = fields(
     {
         **dict.fromkeys(("value", "precision"), text),
         **dict.fromkeys(("changes", "token", "any_token"), optional(real)),
-        "detected": named(optional(real)),
+        "detected": both(named(optional(real)), fields({"taps": optional(real)})),
     }
 )
 _MADE = fields({}, {"seconds": real})
@@ -107,6 +107,11 @@ class KillMatrix:
     def of(self, observable: str, precision: str) -> list[Row]:
         """Rows of one observable and precision, in the order of the faults."""
         return [row for row in self.rows if (row["observable"], row["precision"]) == (observable, precision)]
+
+    @property
+    def size(self) -> int:
+        """How much is known: rows of every kind."""
+        return len(self.rows) + len(self.mutants) + len(self.limits)
 
     def precisions(self) -> list[str]:
         """Precisions that have rows, in the order of fp32, bf16, fp16."""

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_adapt.documents import named, whole
 from pytest_adapt.faults import Fault, catalogue, cli, get
 from pytest_adapt.faults.cli import main
-from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
+from pytest_adapt.faults.matrix import ROW, KillMatrix, MatrixError, load
 from pytest_adapt.faults.waiting import waiting
-from pytest_adapt.selftest.kept import Kept
+from pytest_adapt.selftest.kept import Kept, KeptError, sources
 from pytest_adapt.selftest.memo import Memory, RememberedTarget
 from pytest_adapt.selftest.nested import Bench, NestedError, Setting
 from pytest_adapt.selftest.page import page, summary_lines
 from pytest_adapt.selftest.trial import RedControl, run_trial, trial_of
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response
+from pytest_adapt.verdict.pattern import function_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def test_a_fault_is_seen_and_placed(bench: Bench, controls: Kept) -> None:
     (site,) = {case["divergence"]["site"] for case in first["red"] if case["suite"] == "correctness"}
     assert site == "layer.1.ffn.norm"
     assert all(case["divergence"] is None for case in rows["topk"]["red"]), "a masked target shows no site"
-    assert len(first["red"]) <= 6 and all(len(case["measurements"]) <= 8 for case in first["red"])
+    assert len(first["red"]) == len({function_of(case["case"]) for case in first["red"]})
+    assert all(len(case["measurements"]) <= 8 for case in first["red"])
     assert first["green"]["determinism/test_repeat.py::test_a_restart_gives_the_same_bits"] == 1
     json.dumps(rows, allow_nan=False)
     again = run_trial(trial, bench, controls, ("taps",))["taps"]
@@ -147,14 +150,55 @@ def test_answers_are_remembered_with_all_that_came_before() -> None:
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, "one")
-    assert kept.read("RT04[bf16]") is None
+    kept, shape = Kept(tmp_path, "one"), named(whole)
+    assert kept.read("RT04[bf16]", shape) is None
     kept.write("RT04[bf16]", {"taps": 1})
-    assert kept.read("RT04[bf16]") == {"taps": 1}
-    assert Kept(tmp_path, "two").read("RT04[bf16]") is None, "other sources"
+    assert kept.read("RT04[bf16]", shape) == {"taps": 1}
+    assert Kept(tmp_path, "two").read("RT04[bf16]", shape) is None, "other sources"
     (file,) = tmp_path.rglob("*.json")
-    file.write_text("{torn")
-    assert kept.read("RT04[bf16]") is None
+    for broken in (
+        "{torn",
+        "[" * 200_000,
+        '{"name": "RT04[bf16]"}',
+        '{"name": "RT04[bf16]", "document": {"taps": "x"}}',
+    ):
+        file.write_text(broken)
+        assert kept.read("RT04[bf16]", shape) is None
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(KeptError, match=r"RT04\[bf16\] cannot be kept: .*Is a directory"):
+        kept.write("RT04[bf16]", {"taps": 1})
+
+
+def test_rows_that_are_kept_and_broken_are_made_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, "one")
+    row = _row("RT04")
+    for broken in (
+        {"taps": "a text"},
+        {"taps": {name: row[name] for name in row if name != "differs"}},
+        {"taps": None},
+    ):
+        kept.write("RT04[bf16]", broken)
+        assert kept.read("RT04[bf16]", named(ROW)) is None
+    kept.write("RT04[bf16]", {"taps": row})
+    assert kept.read("RT04[bf16]", named(ROW)) == {"taps": row}
+
+
+def test_what_is_kept_depends_on_all_that_a_verdict_reads() -> None:
+    hashed = {path.relative_to(root).as_posix() for root, path in sources(["routing.py"])}
+    assert hashed >= {
+        "faults/registry.py",
+        "faults/routing.py",
+        "perf/loads.py",
+        "report/collector.py",
+        "selftest/page.py",
+    }
+    assert hashed >= {"inspect/config.py", "inspect/data/presets.json", "strategies.json", "requirements.json"}
+    assert hashed >= {"models/data/qwen3-moe-odd.prompts.json", "models/manifests/qwen3-moe-odd.json"}
+    assert hashed >= {"correctness/test_sites.py"} and any(name.endswith(".safetensors") for name in hashed)
+    assert "runtime/scheduler.py" in hashed and "report/collector.py" in hashed
+    assert not hashed & {"faults/kill_matrix.json", "faults/attention.py"}
+    assert not any("__pycache__" in name for name in hashed)
 
 
 def _row(fault: str, observable: str = "taps", **changes: Any) -> dict[str, Any]:
@@ -244,7 +288,14 @@ def test_without_a_measured_matrix_the_shipped_one_is_shown(checkout: Path, caps
 
 def _whole_matrix(**parts: Any) -> KillMatrix:
     rows = tuple(_row(name, precision=precision) for name in catalogue() for precision in ("fp32", "bf16"))
-    limit = {"value": "v", "precision": "bf16", "changes": None, "detected": {}, "token": None, "any_token": 1e-3}
+    limit = {
+        "value": "v",
+        "precision": "bf16",
+        "changes": None,
+        "detected": {"taps": None},
+        "token": None,
+        "any_token": 1e-3,
+    }
     mutant = {"name": "n", "what": "w", "killed": True, "by": "b"}
     return KillMatrix(**{"rows": rows, "mutants": (mutant,), "limits": (limit,), "made": {"seconds": 1.0}} | parts)
 
