@@ -26,6 +26,7 @@ __all__ = [
     "one_line",
     "optional",
     "parse",
+    "printable",
     "read",
     "real",
     "text",
@@ -94,6 +95,11 @@ def one_line(words: object, most: int = 400) -> str:
 
 def text(value: Any) -> str | None:
     return None if isinstance(value, str) else _not(value, "a text")
+
+
+def printable(value: Any) -> str | None:
+    """A text that may be shown as it is: it cannot steer a terminal."""
+    return None if isinstance(value, str) and value.isprintable() else _not(value, "a text without control characters")
 
 
 def truth(value: Any) -> str | None:

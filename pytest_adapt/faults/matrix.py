@@ -22,9 +22,9 @@ from pytest_adapt.documents import (
     named,
     of_schema,
     optional,
+    printable,
     read,
     real,
-    text,
     truth,
     whole,
     write,
@@ -39,7 +39,7 @@ Row = Mapping[str, Any]
 PRECISIONS = ("fp32", "bf16", "fp16")
 ROW: Shape = fields(
     {
-        **dict.fromkeys(("fault", "layout"), text),
+        **dict.fromkeys(("fault", "layout"), printable),
         "precision": choice(*PRECISIONS),
         "observable": choice(*OBSERVABLES),
         **dict.fromkeys(("differs", "killed", "owner"), truth),
@@ -48,12 +48,12 @@ ROW: Shape = fields(
         "red": each(CASE),
         "green": named(whole),
     },
-    {"model": text, "healthy": text, "alone": truth, "said": optional(truth)},
+    {"model": printable, "healthy": printable, "alone": truth, "said": optional(truth)},
 )
-MUTANT: Shape = fields({**dict.fromkeys(("name", "what", "by"), text), "killed": truth})
+MUTANT: Shape = fields({**dict.fromkeys(("name", "what", "by"), printable), "killed": truth})
 LIMIT: Shape = fields(
     {
-        **dict.fromkeys(("value", "precision"), text),
+        **dict.fromkeys(("value", "precision"), printable),
         **dict.fromkeys(("changes", "token", "any_token"), optional(real)),
         "detected": both(named(optional(real)), fields({"taps": optional(real)})),
     }

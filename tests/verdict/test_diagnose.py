@@ -503,7 +503,7 @@ def test_a_file_that_is_no_matrix_is_named(tmp_path: Path, content: str | None, 
 
 
 @pytest.mark.parametrize("name", ["fault", "observable", "layout", "killed", "red", "green"])
-@pytest.mark.parametrize("value", [..., 7, [7], {"a": "b"}])
+@pytest.mark.parametrize("value", [..., 7, [7], {"a": "b"}, "\x1b[2J"])
 def test_a_row_of_another_shape_is_named(tmp_path: Path, name: str, value: Any) -> None:
     file, rows = tmp_path / "kill_matrix.json", matrix()
     put(rows, (1, name), value)
