@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     matrix.add_argument("--partial", action="store_true", help="write it though faults, mutants or limits are missing")
     options = parser.parse_args(list(arguments))
+    if options.command == "matrix" and options.partial and not options.write:
+        matrix.error("--partial does nothing without --write")
     if options.command == "list" and options.commands:
         for fault in catalogue().values():
             print(fault.command)

@@ -23,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt diagnose", description=__doc__)
     parser.add_argument("report", type=Path, help="report.json of a run, or its directory")
     parser.add_argument("--matrix", type=Path, help="kill matrix (default: the shipped one)")
-    parser.add_argument("--most", type=int, default=3, help="explanations of each cause (default: %(default)s)")
+    most = "explanations of each cause, 1 to 99 (default: %(default)s)"
+    parser.add_argument("--most", type=int, choices=range(1, 100), metavar="N", default=3, help=most)
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     options = parser.parse_args(list(arguments))
     try:

@@ -326,6 +326,8 @@ def test_a_part_of_a_matrix_replaces_no_whole_one(
     assert main(["matrix", "--from", "mine.json", "--write"]) == 2
     message = capsys.readouterr().err
     assert lacks in message and "finish pytest --adapt-selftest, or write it with --partial" in message
+    with pytest.raises(SystemExit):
+        main(["matrix", "--from", "mine.json", "--partial"])
     assert shipped.read_text() == before and (checkout / "docs" / "kill-matrix.md").read_text() == "the page\n"
     assert main(["matrix", "--from", "mine.json", "--write", "--partial"]) == 0
     assert load(shipped) == _whole_matrix(**parts)
