@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.covering import Candidate, Selection, select, shown_duration
+from pytest_adapt.documents import DocumentError, both, fields, named, of_schema, read, real, write
 from pytest_adapt.layout import AXES, parse
 from pytest_adapt.matrix import declined
 from pytest_adapt.stash import STATE
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Learned", "TimeBox", "costs_path", "learn", "open_box", "remembered"]
 
 _SCHEMA = 1
+_COSTS = fields({"targets": named(fields({"open_seconds": real, "cases": named(real)}))})
 _LEAST = 0.05
 """Seconds of a case of which nothing is known but that it asks for no token."""
 
@@ -135,11 +137,7 @@ def costs_path(runner: Runner) -> Path:
 def remembered(path: Path, target: str) -> Learned:
     """What earlier runs of a target cost; nothing where there is no such file, or it cannot be read."""
     found = _read(path).get(target)
-    try:
-        cases = {str(case): float(seconds) for case, seconds in found["cases"].items()} if found else {}
-        return Learned(float(found["open_seconds"]) if found else 0.0, cases)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return Learned()
+    return Learned(found["open_seconds"], found["cases"]) if found else Learned()
 
 
 def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: float) -> None:
@@ -160,11 +158,8 @@ def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: fl
         "open_seconds": round(open_seconds or before.open_seconds, 4),
         "cases": dict(sorted({**before.cases, **measured}.items())),
     }
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"schema": _SCHEMA, "targets": known}, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write(path, json.dumps({"schema": _SCHEMA, "targets": known}, indent=1) + "\n")
     except OSError:
         return  # the report of the same run says so, where it could not be written either
 
@@ -172,10 +167,10 @@ def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: fl
 def _read(path: Path) -> dict[str, Any]:
     """Target -> its costs."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(found["targets"]) if found["schema"] == _SCHEMA else {}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        found: dict[str, Any] = read(path, both(of_schema(_SCHEMA), _COSTS))["targets"]
+    except DocumentError:
         return {}
+    return found
 
 
 def _costs_nothing(runner: Runner, item: pytest.Item) -> bool:

@@ -187,7 +187,7 @@ def _last_run(report: Path) -> dict[str, Any]:
     """The last report; empty where there is none that can be read (`coverage` says so)."""
     try:
         raw = json.loads(report.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 

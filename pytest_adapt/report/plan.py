@@ -120,5 +120,5 @@ def known_costs(runner: Runner) -> Costs:
             usage["run_seconds"] / usage["tokens"],
             f"measured by the run in {path}",
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, ArithmeticError):
         return Costs()

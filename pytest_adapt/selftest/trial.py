@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pytest_adapt.documents import each, fields, named, real, text
 from pytest_adapt.faults.matrix import KillMatrix
 from pytest_adapt.faults.registry import Fault, Seams
 from pytest_adapt.models import catalogue as models
@@ -34,6 +35,7 @@ _LONGEST = 160
 """Characters of a text that is kept."""
 _NEEDLE_CONTEXT = 1024
 _OPERATORS = "operators"
+_CONTROL = fields({"statuses": named(text), "answers": named(text), "red": each(text), "seconds": real})
 
 Row = dict[str, Any]
 
@@ -116,7 +118,7 @@ def _suites(suites: tuple[str, ...], column: str) -> tuple[str, ...]:
 def control_of(setting: Setting, bench: Bench, controls: Kept, memory: Memory) -> Mapping[str, Any]:
     """Statuses and digests of the same cases without a fault: measured once, then kept. Raises RedControl."""
     name = "control " + " ".join([*setting.arguments()[1:], *setting.suites])
-    known = controls.read(name)
+    known = controls.read(name, _CONTROL)
     if known is None:
         found = bench.run(setting, memory)
         known = {

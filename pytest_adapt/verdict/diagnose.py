@@ -29,6 +29,7 @@ __all__ = [
     "Diagnosis",
     "Known",
     "Match",
+    "judged",
     "of_report",
     "one_line",
     "read_matrix",
@@ -42,6 +43,8 @@ _UNFIT = 0.05
 """Probability that a fault shows on a family for which the registry does not list it."""
 _COMPARED = frozenset({"fail", "error", "mismatch", "stale"})
 """Statuses of cases in which something is wrong; in others nothing was compared, and nothing is to be explained."""
+_UNJUDGED = frozenset({"error", "blocked", "deferred", "unsupported", "unknown", "unchecked"})
+"""Statuses that a case without a measurement may have when nobody looked at anything."""
 _TOLD = ("test", "tests", "value", *sorted(SETS))
 """Kinds of flags that tell one story together."""
 _SHOWN = 4
@@ -88,12 +91,7 @@ class Diagnosis:
 
 def read_matrix(path: Path | None = None) -> Sequence[Row]:
     """Rows of a kill matrix, the shipped one by default. Raises MatrixError where there are none that can be read."""
-    try:
-        rows = load(path).rows
-    except (KeyError, TypeError) as error:
-        raise MatrixError(
-            f"kill matrix {path or shipped_matrix()}: it has no {error}; make it anew: --adapt-selftest"
-        ) from None
+    rows = load(path).rows
     if not rows:
         what = f"kill matrix {path}: no rows" if path else f"no kill matrix is shipped ({shipped_matrix()})"
         raise MatrixError(f"{what}; make one with --adapt-target=builtin --adapt-selftest, or name one with --matrix")
@@ -254,11 +252,13 @@ def of_report(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Diagnosis]
     observable = next((name for name in OBSERVABLES if name in shown), OBSERVABLES[-1])
     models: dict[frozenset[str], Known] = {}
     cases = {case["case"]: case for case in report["cases"]}
+    # A target that died at its opening looks like every fault that stops one, and like none.
+    compared = _COMPARED if judged(report["cases"]) else ()
     found = []
     for cluster in report["clusters"]:
         red = [narrowed(cases[name], cluster.get("sites", ())) for name in cluster["cases"]]
         evidence = []
-        for family, pattern in _patterns([case for case in red if case["status"] in _COMPARED], report["cases"]):
+        for family, pattern in _patterns([case for case in red if case["status"] in compared], report["cases"]):
             groups = pattern.groups
             if groups not in models:
                 models[groups] = Known.of(rows, observable, groups=groups)
@@ -267,6 +267,11 @@ def of_report(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Diagnosis]
         matches = _ranked(evidence)
         found.append(Diagnosis(cluster["cause"], len(red), cluster["first"], matches, observed if evidence else ""))
     return found
+
+
+def judged(cases: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether anything was judged in a run: some case compared something, or came to more than an error."""
+    return any(case["measurements"] or case["status"] not in _UNJUDGED for case in cases)
 
 
 def one_line(diagnosis: Diagnosis) -> str:

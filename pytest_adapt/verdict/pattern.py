@@ -179,8 +179,8 @@ def _add_values(numbers: dict[str, list[float]], flags: dict[str, bool], diverge
         return
     flags["zero"] = got == 0.0 or flags.get("zero", False)
     flags["other sign"] = got * expected < 0 or flags.get("other sign", False)
-    if got and expected and math.isfinite(got / expected):
-        numbers.setdefault("ratio", []).append(math.log10(abs(got / expected)))
+    if expected and (ratio := _log(got / expected)) is not None:
+        numbers.setdefault("ratio", []).append(ratio)
 
 
 def _add_peak(numbers: dict[str, list[float]], failed: Sequence[Mapping[str, Any]], local: str) -> None:

@@ -218,9 +218,18 @@ def test_wrong_values_are_wrong_usage(folder: Folder, write, option: str, said: 
     result.stderr.fnmatch_lines([f"*{said}*"])
 
 
-def test_a_damaged_file_of_costs_is_no_obstacle(folder: Folder, write) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[" * 200_000,
+        '{"schema": 1, "targets": {"py:targets:Echo": {"open_seconds": 1' + "0" * 400 + ', "cases": {}}}}',
+    ],
+    ids=["torn", "brackets", "400 digits"],
+)
+def test_a_damaged_file_of_costs_is_no_obstacle(folder: Folder, write, content: str) -> None:
     write(SUITE)
-    (folder.path / ".adapt" / "costs.json").write_text("{")
+    (folder.path / ".adapt" / "costs.json").write_text(content)
     result = folder.run("Echo", "--adapt-time=1h", "--adapt-strength=3", *ARGS, ".")
     assert result.parseoutcomes() == {"passed": 16}
     assert folder.report()["time_box"]["strength"] == 3

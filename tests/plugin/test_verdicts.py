@@ -26,13 +26,16 @@ JUDGED = """
 
 def test_a_right_target_passes(folder: Folder, write: Write) -> None:
     write(test_mine=JUDGED)
+    history = folder.path / ".adapt" / "headroom.jsonl"
+    history.write_bytes(b"\xff\xfe\x00\n")  # what a crash left there ends no later run
     result = folder.run("Oracle", FP32, "test_mine.py")
     assert result.ret == 0, result.stdout.str()
     (case,) = folder.report()["cases"]
     assert case["status"] == "pass"
     assert case["observable"] == "logits"
     assert sum(one["compared"] for one in case["measurements"]) > 1000
-    (run,) = read(folder.path / ".adapt" / "headroom.jsonl")
+    (run,), left_out = read(history)
+    assert left_out == 1
     cell = "test_mine.py::test_predictions | qwen3-moe-odd | single | fp32 | logprob.rms"
     assert run["target"] == "py:targets:Oracle" and 0 < run["cells"][cell] < 1
 
