@@ -64,7 +64,7 @@ class Runner:
         self.spec = spec
         self.matrix = matrix
         self.host = Host(spec, settings)
-        self.kind = settings.require or spec.kind
+        self.kind = self.host.kind
         shared = getattr(config, "workerinput", {}).get(SHARED_QUOTAS)
         waivers = config.rootpath / settings.waivers
         self.waivers = read_waivers(waivers, Path(shared) if shared else None) if settings.waivers else None
