@@ -269,10 +269,8 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         take = profile.classes.get(model.shape_class, profile.other)
         contexts = settings.contexts or contexts_of(model, take)
         prompts[model.name] = take.prompts
-        if model.max_position and settings.contexts and max(contexts) > model.max_position:
-            raise pytest.UsageError(
-                f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
-            )
+        if settings.contexts:
+            _check_contexts(model, contexts)
         offered = _precisions(take, model, spec)
         for layout in settings.layouts or ("single",):
             # A target that offers none of the profile's precisions is judged at what it has.
@@ -295,6 +293,22 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         models = list(dict.fromkeys([*models, *(model for model, _ in spread)]))
     named = {model.name: model for model in models}
     return Matrix(settings, named, prompts, tuple(rows), tuple(layout_rows))
+
+
+def _check_contexts(model: Model, contexts: tuple[int, ...]) -> None:
+    if model.max_position and max(contexts) > model.max_position:
+        raise pytest.UsageError(
+            f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
+        )
+    if model.entry is None or model.shape_class != APART:
+        return
+    from pytest_adapt.models.recall import least_context
+
+    if min(contexts) < (least := least_context(model.entry)):
+        raise pytest.UsageError(
+            f"--adapt-contexts={min(contexts)}: model {model.name} is asked nothing in so short a context; "
+            f"give {least} or more"
+        )
 
 
 def _precisions(take: Take, model: Model, spec: TargetSpec) -> list[str]:

@@ -81,6 +81,11 @@ def test_command_line_then_environment_then_ini_then_default(
             "--adapt-precisions is given twice, as 'fp32' and as 'bf16'; give it once",
         ),
         (["--adapt-contexts=8192", "--adapt-models=qwen3-moe-odd"], "has 4352 positions"),
+        (
+            ["--adapt-contexts=4096,15", "--adapt-models=needle-llama"],
+            "--adapt-contexts=15: model needle-llama is asked nothing in so short a context; give 16 or more",
+        ),
+        (["--adapt-contexts=1023", "--adapt-models=needle-mixtral"], "give 1024 or more"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_4(folder: Folder, args: list[str], message: str) -> None:
