@@ -209,7 +209,7 @@ class Settings:
         for option in OPTIONS:
             value = getattr(self, option.name)
             if option.name == "prompt" and value is not None:
-                value = f"{value[0]}:{value[1]}"
+                value = f"{value[0]}:{value[1]}" if value[1] else value[0]
             if option.name in skipped or self.sources.get(option.name) in (None, "ini file"):
                 continue
             text = (

@@ -14,10 +14,9 @@ from pytest_adapt.stash import STATE
 
 if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
-    from pytest_adapt.matrix import Model
     from pytest_adapt.runner import Runner
 
-__all__ = ["Costs", "demand", "known_costs", "plan_lines", "prompt_lengths"]
+__all__ = ["Costs", "demand", "known_costs", "plan_lines"]
 
 _PLAIN_LIMIT = 96
 """Longest prompt of a test that has no context axis and does not say otherwise."""
@@ -66,21 +65,6 @@ def plan_lines(runner: Runner, items: Iterable[pytest.Item]) -> list[str]:
     return [*lines, "", total, f"costs {costs.source}", *box]
 
 
-def prompt_lengths(model: Model) -> list[int]:
-    """Lengths of a model's prompts, known from its entry alone (no checkpoint is written for a plan)."""
-    lengths = {
-        "random": [1, 37, 150, 301],
-        "boundary": sorted({n for b in model.contexts for n in (b - 1, b, b + 1) if n > 0}),
-    }
-    sets = model.entry.prompts if model.entry else tuple(lengths)
-    found = [length for name in sets for length in lengths.get(name, ())]
-    if model.entry is not None:
-        from pytest_adapt.models.prompts import shipped
-
-        found += [len(ids) for name, ids in shipped(model.entry).items() if name.partition("-")[0] in sets]
-    return sorted(found)
-
-
 def _declined(runner: Runner, state: ItemState) -> str:
     cell = state.cell
     model = runner.matrix.models.get(cell.model) if cell else None
@@ -97,9 +81,15 @@ def demand(runner: Runner, state: ItemState) -> tuple[int, int]:
 
         asked = [len(recall.tokens) for recall in recalls(model.entry, state.context)]
         return len(asked) * state.mark.requests, sum(asked) * state.mark.requests
+    from pytest_adapt.models.prompts import lengths_of
+
+    known = lengths_of(model.described)
+    if only := runner.settings.prompt:
+        length = known.get(only[0], 0)
+        return state.mark.requests * (length > 0), state.mark.requests * (only[1] or length) * (length > 0)
     limit = state.mark.tokens or state.context or _PLAIN_LIMIT
     floor = runner.matrix.floor(model.name, state.context) if state.context and not state.mark.tokens else 0
-    lengths = [length for length in prompt_lengths(model) if floor < length <= limit][
+    lengths = [length for length in sorted(known.values()) if floor < length <= limit][
         : runner.matrix.prompts.get(model.name) or None
     ]
     return len(lengths) * state.mark.requests, sum(lengths) * state.mark.requests

@@ -84,9 +84,14 @@ def test_a_failure_that_depends_on_the_whole_length_is_found_too(late: Folder, w
 
 def test_a_prompt_that_the_model_has_not_is_named(folder: Folder, write: Write) -> None:
     write(test_mine=JUDGED)
-    result = folder.run("Oracle", FP32, "--adapt-prompt=mine:3", "test_mine.py")
-    assert "has no prompt 'mine' (--adapt-prompt); it has random-1" in result.stdout.str()
-    assert result.ret == 1
+    usage = folder.run("Oracle", FP32, "--adapt-prompt=mine:3", "test_mine.py")
+    assert usage.ret == 4
+    assert "no model of this run has a prompt 'mine'; there are random-1" in usage.stderr.str()
+    # One that another model of the run has is nothing that this one owes.
+    both = "--adapt-models=qwen3-moe-odd,llama-odd"
+    result = folder.run("Oracle", FP32, both, "--adapt-prompt=searched-0:3", "test_mine.py")
+    assert result.ret == 0
+    assert "model llama-odd has no prompt 'searched-0' (--adapt-prompt); it has random-1" in result.stdout.str()
     usage = folder.run("Oracle", FP32, "--adapt-prompt=random-1:0", "test_mine.py")
     assert usage.ret == 4
     assert "--adapt-prompt: 'random-1:0' is no prompt; write NAME or NAME:TOKENS" in usage.stderr.str()

@@ -85,6 +85,15 @@ def test_command_line_then_environment_then_ini_then_default(
             ["--adapt-contexts=4096,15", "--adapt-models=needle-llama"],
             "--adapt-contexts=15: model needle-llama is asked nothing in so short a context; give 16 or more",
         ),
+        (
+            ["--adapt-prompt=random-36"],
+            "--adapt-prompt: no model of this run has a prompt 'random-36' (did you mean random-3",
+        ),
+        (["--adapt-prompt=nosuch"], "has a prompt 'nosuch'; there are random-1, random-37, "),
+        (
+            ["--adapt-prompt=random-37:38"],
+            "--adapt-prompt=random-37:38: the prompt has 37 tokens; give at most so many",
+        ),
         (["--adapt-contexts=1023", "--adapt-models=needle-mixtral"], "give 1024 or more"),
     ],
 )
@@ -202,6 +211,14 @@ def test_settings_give_their_own_command_line() -> None:
     sources = {"target": "environment", "precisions": "command line", "profile": "ini file", "report": "command line"}
     settings = Settings("hf:", precisions=("fp32", "bf16"), profile="full", report="out", sources=sources)
     assert settings.arguments() == ["--adapt-target=hf:", "--adapt-precisions=fp32,bf16"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(("random-37", 0), "random-37"), (("random-37", 5), "random-37:5")])
+def test_a_prompt_is_written_as_it_may_be_given(folder: Folder, value: tuple[str, int], text: str) -> None:
+    settings = Settings("hf:", prompt=value, sources={"prompt": "command line"})
+    assert settings.arguments() == [f"--adapt-prompt={text}"]
+    models = ("--adapt-models=qwen3-moe-odd,smollm2", "--adapt-plan")
+    assert folder.run("Echo", *settings.arguments(), *models).ret == 0
 
 
 def test_help_lists_every_option_once(folder: Folder) -> None:
