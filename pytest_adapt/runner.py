@@ -87,10 +87,15 @@ class Runner:
     @property
     def whole(self) -> bool:
         """Whether nothing is left out of what the repository's own settings hold: no path, no selection, whole axes."""
-        option = self.config.option
-        selected = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
         narrowed = [name for name in _NARROWING if self.settings.sources.get(name) in ("command line", "environment")]
-        return self.config.stash.get(WHOLE, False) and not any(selected) and not narrowed
+        return self.config.stash.get(WHOLE, False) and not self.selected and not narrowed
+
+    @property
+    def selected(self) -> bool:
+        """Whether single cases were picked, by an option of pytest's or by a case id."""
+        option = self.config.option
+        picked = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
+        return any(picked) or any("::" in word for word in self.config.args)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

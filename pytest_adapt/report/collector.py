@@ -67,8 +67,9 @@ class Collector:
         """How far the target can be trusted, by the cases so far."""
         from pytest_adapt.verdict.ladder import climb
 
-        one_rank = not self.runner.spec.axes
-        return climb(self.cases, self.runner.settings.profile, ("layouts",) if one_rank else ())
+        absent = () if self.runner.spec.axes else ("layouts",)
+        narrowed = self.runner.selected or bool(self.time_box.get("not_run"))
+        return climb(self.cases, self.runner.settings.profile, absent, narrowed=narrowed)
 
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
@@ -259,9 +260,10 @@ class Collector:
         """What this run cost, for the time boxes of later ones."""
         from pytest_adapt.timebox import costs_path, learn
 
-        opens = self.usage.get("opens", 0)
-        mean = self.usage["open_seconds"] / opens if opens else 0.0
-        learn(costs_path(self.runner), self.runner.settings.target, self.cases, mean)
+        opens, tokens = self.usage.get("opens", 0), self.usage.get("tokens", 0)
+        opening = self.usage["open_seconds"] / opens if opens else 0.0
+        token = self.usage["run_seconds"] / tokens if tokens else 0.0
+        learn(costs_path(self.runner), self.runner.settings.target, self.cases, opening, token)
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""
