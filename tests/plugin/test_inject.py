@@ -65,6 +65,14 @@ class Run:
         ("RT04", set(), "fail", "never exercised"),  # what is red has another cause
         ("RT04", {("qwen3-moe-odd", "single")}, "pass", "never exercised"),
         ("RT04", {("mine", "single")}, "fail", ""),
+        (
+            "RT04",
+            {("mine", "single")},
+            "waived",
+            "exercised; all that was red is a known failure (1 waived)",
+        ),
+        ("RT04", {("mine", "single")}, "xfail", "a known failure (1 xfail)"),
+        ("RT04", set(), "waived", "never exercised"),
         ("RT04", {("deepseek-v3-odd-pos", "tp2")}, "pass", "exercised and nothing was red"),
         ("EX08", {("qwen3-moe-wide", "single")}, "pass", "never exercised"),
         ("EX08", {("qwen3-moe-wide", "ep4")}, "pass", "exercised and nothing was red"),
