@@ -542,6 +542,8 @@ def _from_directory(word: str, names: list[str]) -> Model:
             f"--adapt-models: {word!r} is neither a checkpoint directory nor in the catalogue{hint}: {', '.join(names)}"
         )
     file = directory / "config.json"
+    if not file.exists():
+        raise pytest.UsageError(f"--adapt-models: {directory} has no config.json; name the directory of a checkpoint")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

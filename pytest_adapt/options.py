@@ -494,6 +494,11 @@ def _check_goldens(settings: Settings, config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--adapt-goldens=update needs a selection (-k, paths or case ids): say which records change"
         )
+    if settings.inject and mode in ("new", "update", "observe"):
+        raise pytest.UsageError(
+            f"--adapt-goldens={mode} with --adapt-inject={settings.inject}: nothing is recorded of a target with a "
+            "fault; give one of them"
+        )
     if settings.inject and settings.target.partition(":")[0].partition("[")[0] != "builtin":
         raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")
     for name in ("waivers", "goldens_dir"):

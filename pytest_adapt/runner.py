@@ -352,7 +352,8 @@ class Runner:
         from pytest_adapt.shortest import shortest_prefix
 
         state.divergence = first_divergence(state)
-        state.prefix = shortest_prefix(state)
+        found = shortest_prefix(state)
+        state.prefix, state.no_prefix = (None, found) if isinstance(found, str) else (found, "")
 
     def _end(self, state: ItemState, status: Status, reason: str) -> None:
         """Give pytest the outcome of a status."""
@@ -375,8 +376,8 @@ class Runner:
         lines = [state.case if status is Status.FAIL else f"{status}: {state.case}", reason]
         if state.divergence is not None:
             lines.append(f"first divergence: {state.divergence}")
-        if state.prefix is not None:
-            lines.append(f"shortest: {state.prefix}")
+        if shortest := state.prefix or state.no_prefix:
+            lines.append(f"shortest: {shortest}")
         lines.append(f"repeat: {self.command_of(state)}")
         return "\n".join(lines)
 

@@ -116,6 +116,61 @@ def test_a_box_that_shows_text_alone_is_asked_for_one_token(late: Folder, write:
 
 
 @pytest.mark.requirement(116)
+@pytest.mark.parametrize(
+    ("new", "target", "why"),
+    [
+        (24, "Answering", "none, position 20 is of the answer: the 15 tokens of boundary-15 alone do not show it"),
+        (1, "Tired", "none, no beginning of random-1 fails alone: it depends on what else was asked"),
+        (1, "Gone", "none, the target could not be asked again: the server died"),
+    ],
+)
+def test_why_there_is_no_shortest_prompt_is_said(folder: Folder, write: Write, new: int, target: str, why: str) -> None:
+    file = folder.path / "targets.py"
+    file.write_text(
+        file.read_text()
+        + """
+
+class Answering(Oracle):
+    def logits(self, tokens):
+        found = super().logits(tokens).copy()
+        found[20:] = np.roll(found[20:], 1, axis=-1)
+        return found
+
+class Tired(Oracle):
+    count = 0
+    def run(self, requests):
+        for response in super().run(requests):
+            type(self).count += 1
+            if self.count == 2:  # after the probe
+                response.tokens = tuple(token + 1 for token in response.tokens)
+            yield response
+
+class Gone(Tired):
+    def run(self, requests):
+        if self.count > 1:
+            raise TargetError("the server died")
+        yield from super().run(requests)
+"""
+    )
+    write(
+        test_mine=f"""
+        import pytest
+        @pytest.mark.adapt(needs=("text",))
+        def test_greedy(target, model, precision, reference, judge):
+            name = "boundary-15" if {new} > 1 else "random-1"
+            tokens = model.all_prompts[name]
+            response = target.generate(tokens, {new}, ("text",))
+            judge.generated(name, response, reference.record(name, tokens + response.tokens[:-1]), tokens)
+        """
+    )
+    result = folder.run(target, FP32, "--adapt-observables=text", "test_mine.py")
+    assert result.ret in (1, 4)
+    (found,) = folder.report()["cases"]
+    assert (found["prefix"], found["no_prefix"]) == (None, why)
+    assert f"   shortest: {why}" in result.outlines
+
+
+@pytest.mark.requirement(116)
 def test_what_a_test_asked_can_be_asked_again(folder: Folder, write: Write) -> None:
     write(
         test_mine="""

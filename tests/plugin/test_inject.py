@@ -47,6 +47,14 @@ def test_a_fault_that_was_exercised_and_not_seen_is_named(folder: Folder) -> Non
     assert "fault RT04 was exercised and nothing was red" in result.stdout.str()
 
 
+def test_nothing_is_proposed_with_a_fault(folder: Folder) -> None:
+    wrong = ("--adapt-inject=RP12", "--adapt-models=qwen3-moe-odd", "--adapt-profile=smoke", "--adapt-precisions=fp32")
+    test = "correctness/test_predictions.py"
+    result = folder.run_subprocess("--adapt-target=builtin", *wrong, test, "-k", "predictions_match")
+    assert result.ret == 1 and "fail" in folder.statuses().values()
+    assert not list((folder.path / ".adapt").glob("pending/*"))
+
+
 class Run:
     """What a collector asks of its run."""
 
