@@ -14,6 +14,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from pytest_adapt.matrix import PRECISIONS
+from pytest_adapt.models import catalogue
 from pytest_adapt.selftest.limits import SCALED, STEPS, first_token, smallest
 from pytest_adapt.selftest.nested import Bench, Setting
 
@@ -25,12 +27,18 @@ def main() -> int:
     parser.add_argument("--models", default="smollm2-moe-topk")
     parser.add_argument("--precisions", default="fp32,bf16")
     arguments = parser.parse_args()
+    models, precisions = arguments.models.split(","), arguments.precisions.split(",")
+    known = catalogue()
+    for flag, words, allowed in (("models", models, tuple(known)), ("precisions", precisions, PRECISIONS)):
+        for word in words:
+            if word not in allowed:
+                parser.error(f"--{flag}: {word!r} is none of {', '.join(allowed)}")
     late = 0
     print("| model | value | precision | a site is red | a wrong token | any token |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch))
-        for model in arguments.models.split(","):
-            for precision in arguments.precisions.split(","):
+        for model in models:
+            for precision in precisions:
                 setting = Setting(model, "single", precision, suites=SUITES)
                 if bench.run(setting).red:
                     raise SystemExit(f"{model} in {precision} is red without any error")

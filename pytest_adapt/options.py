@@ -212,7 +212,7 @@ class Settings:
         for option in OPTIONS:
             value = getattr(self, option.name)
             if option.name == "prompt" and value is not None:
-                value = f"{value[0]}:{value[1]}"
+                value = f"{value[0]}:{value[1]}" if value[1] else value[0]
             if option.name in skipped or self.sources.get(option.name) in (None, "ini file"):
                 continue
             text = (
@@ -517,6 +517,11 @@ def _check_goldens(settings: Settings, config: pytest.Config) -> None:
     if mode == "update" and config.stash.get(WHOLE, False) and not config.option.keyword:
         raise pytest.UsageError(
             "--adapt-goldens=update needs a selection (-k, paths or case ids): say which records change"
+        )
+    if settings.inject and mode in ("new", "update", "observe"):
+        raise pytest.UsageError(
+            f"--adapt-goldens={mode} with --adapt-inject={settings.inject}: nothing is recorded of a target with a "
+            "fault; give one of them"
         )
     if settings.inject and settings.target.partition(":")[0].partition("[")[0] != "builtin":
         raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")

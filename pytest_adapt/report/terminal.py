@@ -21,6 +21,8 @@ WIDTH = 120
 _MOST_CLUSTERS = 5
 _MOST_FIGURES = 4
 _MOST_PATCH = 24
+_MOST_DETAIL = 4
+"""Lines of one measurement: what was found, and the way out in a line of its own."""
 _JUDGED = PASSED | {Status.FAIL, Status.REGRESSION, Status.MISMATCH}
 
 
@@ -150,11 +152,11 @@ def _details(cluster: Cluster) -> list[str]:
     elif cause.sites:  # not the first divergence of its case, but the first of this cause
         measured = [one for one in measured if one.site == cause.sites[0]] or measured
     if (most := worst(measured)) is not None:
-        lines.append(_beyond(most))
+        lines += _beyond(most).splitlines()[:_MOST_DETAIL]
     elif case.divergence is None and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
-    if case.prefix is not None:
-        lines.append(f"shortest: {case.prefix}")
+    if shortest := case.prefix or case.no_prefix:
+        lines.append(f"shortest: {shortest}")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pytest_adapt.selftest.memo import Memory, RememberedTarget
 from pytest_adapt.selftest.nested import Bench, NestedError, Setting
 from pytest_adapt.selftest.page import page, summary_lines
 from pytest_adapt.selftest.trial import RedControl, run_trial, trial_of
+from pytest_adapt.shipped import suites_dir
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response
 from pytest_adapt.verdict import sampling, statistics
 from pytest_adapt.verdict.pattern import function_of
@@ -280,9 +282,18 @@ def test_a_matrix_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.CaptureFixture[str]) -> None:
+    from adapt_engine.kernels.registry import OPS
+
+    from pytest_adapt.target.seams import _METHODS
+
     entries = waiting()
     assert not {one.id for one in entries} & set(catalogue())
     assert all(one.needs and one.title and one.report for one in entries)
+    # What is there by now is nothing to wait for, and what an entry names is there.
+    there = ("the performance gate", "a suite for sampled output", "operator tests", "strict mode", "quantised weights")
+    assert not [one.id for one in entries if one.needs.startswith(there)]
+    known = {path.name for path in suites_dir().iterdir()} | set(OPS) | set(_METHODS) | {"Info.rounds", "ci/drills.py"}
+    assert {name for one in entries for name in re.findall(r"`([^`]+)`", one.needs)} <= known
     assert len(catalogue()) >= 90
     assert main(["list", "--waiting"]) == 0
     assert "WL13" in capsys.readouterr().out

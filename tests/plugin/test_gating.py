@@ -411,6 +411,8 @@ def test_the_built_in_engine_does_the_work_that_is_on_record(gated: Folder) -> N
     # Products that are computed twice give the same answers, and other counts.
     result = gated.run_subprocess(*args, "--adapt-inject=PF03", "-k", "on_record and work and decode and fp32")
     assert (result.ret, set(gated.statuses().values())) == (1, {"mismatch"})
-    assert (
-        "framework.calls " in result.stdout.str() and "if that is meant: --adapt-goldens=update" in result.stdout.str()
+    assert "framework.calls " in result.stdout.str()
+    way = (
+        "   if that is meant: --adapt-goldens=update --adapt-reason='why', then python -m pytest_adapt counters accept"
     )
+    assert way in result.outlines, "the summary gives the way out whole, in a line of its own"

@@ -189,6 +189,11 @@ def test_a_run_that_left_the_lowest_rung_out_says_nothing_about_trust() -> None:
     assert str(climb([case("correct", "unknown", required=False)])) == (
         "narrowed run: no rung was judged; says nothing about trust"
     )
+    everything = [case(name, "pass") for name in RUNGS]
+    assert climb(everything).trusted == 8 and climb(everything, narrowed=True).trusted == 0
+    assert str(climb(everything[:2], narrowed=True)) == (
+        "narrowed run: rung 1 (loads) green, rung 2 (correct) green; says nothing about trust"
+    )
     assert str(climb([case("loads", "waived")])) == "trust begins with rung 1 (loads), where nothing passed"
     assert str(climb([case("loads", "fail")])) == "not trusted on any rung; rung 1 (loads) is red"
 
