@@ -321,15 +321,20 @@ def _check_contexts(model: Model, contexts: tuple[int, ...]) -> None:
         raise pytest.UsageError(
             f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
         )
-    if model.entry is None or model.shape_class != APART:
-        return
-    from pytest_adapt.models.recall import least_context
-
-    if min(contexts) < (least := least_context(model.entry)):
+    if min(contexts) < (least := _least_context(model)):
         raise pytest.UsageError(
             f"--adapt-contexts={min(contexts)}: model {model.name} is asked nothing in so short a context; "
             f"give {least} or more"
         )
+
+
+def _least_context(model: Model) -> int:
+    """The shortest context in which a model can be asked anything."""
+    if model.entry is None or model.shape_class != APART:
+        return 1
+    from pytest_adapt.models.recall import least_context
+
+    return least_context(model.entry)
 
 
 def _check_prompt(name: str, tokens: int, models: list[Model]) -> None:
@@ -573,5 +578,6 @@ def _boundaries(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def contexts_of(model: Model, take: Take) -> tuple[int, ...]:
     """The largest context of the model under each bound; its smallest where all are beyond."""
-    found = {max((length for length in model.contexts if length <= bound), default=0) for bound in take.contexts}
-    return tuple(sorted(found - {0})) or model.contexts[:1] or (LEAST_CONTEXT,)
+    lengths = tuple(length for length in model.contexts if length >= _least_context(model))
+    found = {max((length for length in lengths if length <= bound), default=0) for bound in take.contexts}
+    return tuple(sorted(found - {0})) or lengths[:1] or (LEAST_CONTEXT,)

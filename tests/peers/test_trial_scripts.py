@@ -126,6 +126,8 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         ("limits", ["--models", ""], "--models: '' is none of "),
         ("limits", ["--models", "nope"], "--models: 'nope' is none of "),
         ("limits", ["--precisions", "fp8"], "--precisions: 'fp8' is none of fp32, bf16, fp16"),
+        ("drills", ["--count", "0"], "--count: 0 is not a number of at least 1"),
+        ("peers/judge", ["line", "model", "--runs", "0"], "--runs: 0 is not a number of at least 1"),
         ("museum/run", ["--json", "nowhere/found.json"], "--json=nowhere/found.json: no file can be written there"),
         ("museum/run", ["--venvs", "file"], "--venvs=file: no folder can be made there"),
     ],
@@ -134,7 +136,7 @@ def test_wrong_usage_is_said_at_once(name: str, words: list[str], said: str, tmp
     (tmp_path / "file").write_text("")
     absent = "import sys; sys.modules['cosmic_ray'] = None; import runpy; sys.argv = sys.argv[1:]\n"
     code = f"{absent}runpy.run_path(sys.argv[0], run_name='__main__')"
-    places = [str(CI), str(CI.parent), str(CI.parent / "engine")]
+    places = [str((CI / name).parent), str(CI.parent), str(CI.parent / "engine")]  # the script's own folder first
     done = subprocess.run(
         [sys.executable, "-c", code, str(CI / f"{name}.py"), *words],
         cwd=tmp_path,
