@@ -29,6 +29,7 @@ _CASE = re.compile(r"\S*::\S*|\S+-\d+\b")
 _SPLIT = re.compile(r"([a-z]+)(\d+)")
 _EDGES = (1, 2, 16, 64, 128, 512, 1024, 4096)
 _MEASURED = 8
+_SITE_TESTS = ("correctness/test_sites.py", "correctness/test_layouts.py")
 _PAGE = 16
 """Positions around multiples of it are borders of pages, chunks and windows of every conformance model."""
 
@@ -112,8 +113,6 @@ def pattern_of(
         choices["position"] = _place(min(int(one["position"]) for one in divergences))
         flags["border"] = _at_border(min(int(one["position"]) for one in divergences))
         flags["one expert"] = first.get("expert") is not None
-        if sites:
-            flags["several layers"] = len({layer for layer, site in sites if site == local}) > 1
         for one in divergences:
             _add_values(numbers, flags, one)
         _add_peak(numbers, failed, local)
@@ -148,8 +147,8 @@ def function_of(case: str) -> str:
 
 
 def group_of(case: str) -> str:
-    """File of a test, by its function or case; those that compare sites, on one rank or on several, are one."""
-    return case.partition("::")[0].replace("test_layouts.py", "test_sites.py")
+    """The test, by its function or case; all that compare sites, on one rank or on several, are one."""
+    return "sites" if case.startswith(_SITE_TESTS) else function_of(case)
 
 
 def family_of(model: str) -> str:
@@ -158,8 +157,13 @@ def family_of(model: str) -> str:
 
 
 def _failed(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The measurements that a row of the kill matrix keeps of a case."""
-    return [one for one in case.get("measurements") or () if not one["ok"]][:_MEASURED]
+    """The measurements that a row of the kill matrix keeps of a case: the first of each kind."""
+    kinds: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for one in case.get("measurements") or ():
+        if not one["ok"]:
+            local = layer_of(one["site"])[1] if one.get("site") else ""
+            kinds.setdefault((one["metric"], one.get("observable", ""), local), one)
+    return list(kinds.values())[:_MEASURED]
 
 
 def _rung(case: Mapping[str, Any]) -> int:

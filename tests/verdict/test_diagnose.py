@@ -308,9 +308,34 @@ def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
     assert made.flags["other sign"] and not made.flags["zero"]
 
 
-@pytest.mark.parametrize(("fault", "several"), [("RT04", True), ("WL90", False)])
-def test_a_pattern_tells_one_layer_from_several(fault: str, several: bool) -> None:
-    assert pattern_of(red(fault)).flags["several layers"] is several
+def test_one_operation_off_in_many_layers_is_one_measurement_as_in_a_row() -> None:
+    """A row of the matrix keeps the first of each kind; so does what is compared with it."""
+    (_, sites) = red("AT25")
+    many = [measured("site.rms", 0.4, f"layer.{layer}.attn.context") for layer in range(12)]
+    many += [measured("site.max", 0.4, "layer.0.attn.out")]
+    made = pattern_of([{**sites, "measurements": many}])
+    assert made.flags["metric correctness site.max"] and made.flags["site attn.out"]
+
+
+def test_a_test_that_was_not_run_is_no_evidence_within_its_file() -> None:
+    """A profile runs some tests of a file; what the others say is not known."""
+    other = PREDICTIONS.replace("test_predictions", "test_others")
+    rows = matrix()
+    for one in rows:
+        one["red"] = [
+            *one["red"],
+            case(
+                f"correctness/{other.partition('/')[2]}",
+                model="m",
+                layout="single",
+                precision="bf16",
+                measurements=[measured("far", 3.0, detail="something strange")],
+            ),
+        ]
+    made = report(red("AT25", precision="fp16", scale=1.06))
+    (found,) = of_report(made, rows)
+    assert places(found)[0] == "AT25" and not any("far" in one or "strange" in one for one in found.matches[0].differs)
+    assert found.matches[0].likelihood == of_report(made, matrix())[0].matches[0].likelihood
 
 
 def test_numbers_that_json_cannot_hold_are_left_out() -> None:
