@@ -332,9 +332,7 @@ def _least_context(model: Model) -> int:
     """The shortest context in which a model can be asked anything."""
     if model.entry is None or model.shape_class != APART:
         return 1
-    from pytest_adapt.models.recall import least_context
-
-    return least_context(model.entry)
+    return model.entry.least_context
 
 
 def _check_prompt(name: str, tokens: int, models: list[Model]) -> None:

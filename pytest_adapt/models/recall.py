@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["TAIL", "Question", "Recall", "filled", "least_context", "longest", "recalls", "story", "words_of"]
+__all__ = ["TAIL", "Question", "Recall", "filled", "longest", "recalls", "story", "words_of"]
 
 TAIL = 2 + 2 * KEYS + RULERS
 """Tokens that a prompt may have beyond its context length: the last boundary's neighbours and all questions."""
@@ -71,15 +71,10 @@ def words_of(entry: ModelEntry) -> Vocabulary:
     return Vocabulary(entry.config["vocab_size"])
 
 
-def least_context(entry: ModelEntry) -> int:
-    """The shortest context that holds a question: its first boundary from the model's window on."""
-    return min(edge for edge in entry.contexts if edge >= int(entry.config.get("sliding_window") or 0))
-
-
 def recalls(entry: ModelEntry, context: int) -> tuple[Recall, ...]:
     """The prompts of one context length (`TAIL` tokens longer at most). Raises ModelError for no needle model, and for
     a context that holds no question."""
-    words, least = words_of(entry), least_context(entry)
+    words, least = words_of(entry), entry.least_context
     if context < least:
         raise ModelError(f"model {entry.name}: a context of {context} holds no question; the least is {least}")
     window = int(entry.config.get("sliding_window") or 0)

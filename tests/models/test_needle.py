@@ -12,7 +12,7 @@ from pytest_adapt.golden.closed_form import ClosedForm
 from pytest_adapt.golden.reference import ClosedReference, OracleReference
 from pytest_adapt.models import ModelEntry, ModelError, catalogue, materialise
 from pytest_adapt.models.needle import Vocabulary, needle_weights
-from pytest_adapt.models.recall import TAIL, Question, Recall, least_context, longest, recalls, story, words_of
+from pytest_adapt.models.recall import TAIL, Question, Recall, longest, recalls, story, words_of
 from pytest_adapt.oracle import Oracle, Rounding
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.judge import Judge
@@ -174,7 +174,7 @@ def test_a_lost_needle_is_named(needle: ModelEntry) -> None:
 
 
 def test_the_least_context_holds_a_question_and_a_shorter_one_is_refused(needle: ModelEntry) -> None:
-    least = least_context(needle)
+    least = needle.least_context
     assert all(recall.questions for recall in recalls(needle, least))
     with pytest.raises(ModelError, match=f"a context of {least - 1} holds no question; the least is {least}"):
         recalls(needle, least - 1)
