@@ -27,8 +27,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trial_lines import positive
+
+from pytest_adapt.faults.matrix import MatrixError
 from pytest_adapt.faults.registry import Fault, catalogue
 from pytest_adapt.report.terminal import WIDTH
+from pytest_adapt.target.protocol import OBSERVABLES
 from pytest_adapt.verdict.diagnose import Constants, Known, of_report, read_matrix
 
 ENOUGH = 0.8
@@ -57,16 +61,21 @@ def run(fault: Fault, model: str, precision: str, observables: str, folder: Path
         *(f"--adapt-report={folder}", *options),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not (folder / "report.json").is_file():
+        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise SystemExit(f"{fault.id}: pytest ended with {done.returncode} and without a report: {said}")
     lines = done.stdout.partition(" adapt =")[2].splitlines()[1:]
     return list(itertools.takewhile(lambda line: not line.startswith("=="), lines))
 
 
 def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    rows = read_matrix(arguments.matrix)
+    rows = arguments.rows
     column = arguments.observables.split(",")[0] or "taps"
     measured = sorted(
         {row["fault"] for row in rows if row["killed"] and row["observable"] == column} & set(catalogue())
     )
+    if not measured:
+        raise SystemExit(f"--observables: the kill matrix has no fault that was seen through {column}")
     drawn = random.Random(arguments.seed).sample(measured, min(arguments.faults, len(measured)))
     print(f"{'fault':7}{'model':22}{'layout':8}{'in':6}{'place':7}{'first':14}{'causes':8}{'lines':6}title")
     places = []
@@ -92,7 +101,7 @@ def blind(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 def fit(arguments: argparse.Namespace) -> int:
-    rows = [row for row in read_matrix(arguments.matrix) if row["killed"] and row["red"]]
+    rows = [row for row in arguments.rows if row["killed"] and row["red"]]
     places = Counter((row["fault"], row["observable"]) for row in rows)
     if max(places.values(), default=0) < 2:
         print("no fault has two rows at one observable, so that none can be predicted from another", file=sys.stderr)
@@ -126,13 +135,22 @@ def _said(matches: Sequence[Any], name: str) -> float:
 def main() -> int:
     options = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--faults", type=positive, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--matrix", type=Path)
     parser.add_argument("--observables", default="")
     parser.add_argument("--keep", type=Path, help="where reports and summaries stay")
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args(sys.argv[1 : len(sys.argv) - len(options) - ("--" in sys.argv)])
+    for name in arguments.observables.split(",") if arguments.observables else ():
+        if name not in OBSERVABLES:
+            parser.error(f"--observables: {name!r} is none of {', '.join(OBSERVABLES)}")
+    if arguments.keep and arguments.keep.exists() and not arguments.keep.is_dir():
+        parser.error(f"--keep: {arguments.keep} is a file; name a folder")
+    try:
+        arguments.rows = read_matrix(arguments.matrix)
+    except MatrixError as error:
+        parser.error(f"--matrix: {error}")
     return fit(arguments) if arguments.fit else blind(arguments, options)
 
 

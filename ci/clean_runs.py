@@ -7,8 +7,9 @@
 One run judges one checkpoint that nobody saw before: the architecture of a procedural model of the catalogue, with
 weights and prompts of its own, by the live oracle. Model, weights, precision, layout and the number of requests in
 flight are drawn. What was done is a line of DIR/runs.jsonl, and the same command goes on after it (take a new DIR when
-the code has changed); reports of runs that were not green stay in DIR/red. Without SPEC the table is printed
-(Markdown), and the exit status is 1 where a run was red or a cell used more than 90% of its budget.
+the code has changed); another command, with any other setting than --runs, does runs of its own. Reports of runs that
+were not green stay in DIR/red. The exit status is 1 where any run in DIR was red. Without SPEC the table is printed
+(Markdown), and the exit status is 1 as well where a cell used more than 90% of its budget.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trial_lines import note, positive, read
+
+from pytest_adapt.layout import LayoutError, parse
+from pytest_adapt.matrix import PRECISIONS
 from pytest_adapt.models.checkpoint import materialise_entry
 from pytest_adapt.models.entries import ModelEntry, catalogue
 from pytest_adapt.strategies import fits
@@ -35,28 +40,47 @@ ABOVE = 0.9
 BOUNDS = (0.25, 0.5, 0.75, ABOVE, 1.0)
 
 
+def models_of(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Models to draw from, each with those of the layouts that it can take. Raises SystemExit for what cannot be run: a
+    setting that nobody has must not end as another one that is green."""
+    entries = [one for one in catalogue().values() if one.kind == "procedural" and one.shape_class == arguments.shape]
+    families = {entry.family for entry in entries}
+    wanted = set(arguments.families.split(",")) if arguments.families else families
+    if not entries or wanted - families:
+        shapes = sorted({entry.shape_class for entry in catalogue().values() if entry.kind == "procedural"})
+        raise SystemExit(
+            f"no procedural model has the shape {arguments.shape!r} and a family of {arguments.families!r}; there are "
+            f"the shapes {', '.join(shapes)}" + (f", and of this one {', '.join(sorted(families))}" if families else "")
+        )
+    for name, known in (("precisions", PRECISIONS), ("concurrency", ())):
+        for word in getattr(arguments, name).split(","):
+            if word not in known if known else not word.isdecimal() or not int(word):
+                raise SystemExit(f"--{name}: {word!r} is none of {', '.join(known) or 'the numbers from 1 on'}")
+    try:
+        layouts = [str(parse(word)) for word in arguments.layouts.split(",")]
+    except LayoutError as error:
+        raise SystemExit(f"--layouts: {error}") from None
+    found = {
+        entry.name: [layout for layout in layouts if not fits(layout, entry.config)]
+        for entry in sorted(entries, key=lambda entry: entry.name)
+        if entry.family in wanted
+    }
+    for layout in layouts:
+        if not any(layout in taken for taken in found.values()):
+            raise SystemExit(f"--layouts: no model of the shape {arguments.shape!r} can take {layout}")
+    return {name: taken for name, taken in found.items() if taken}
+
+
 def drawn(arguments: argparse.Namespace, number: int) -> dict[str, Any]:
     """The settings of one run; the same for the same seed and number."""
     source = random.Random(f"{arguments.seed}:{number}")
-    families = arguments.families.split(",") if arguments.families else []
-    names = sorted(
-        entry.name
-        for entry in catalogue().values()
-        if entry.kind == "procedural"
-        and entry.shape_class == arguments.shape
-        and entry.family in (families or [entry.family])
-    )
-    if not names:
-        raise SystemExit(
-            f"no procedural model has the shape {arguments.shape!r} and a family of {arguments.families!r}"
-        )
-    model = source.choice(names)
-    legal = [layout for layout in arguments.layouts.split(",") if not fits(layout, catalogue()[model].config)]
+    models = models_of(arguments)
+    model = source.choice(list(models))
     return {
         "model": model,
         "weights": source.randrange(2**31),
         "precision": source.choice(arguments.precisions.split(",")),
-        "layout": source.choice(legal or ["single"]),
+        "layout": source.choice(models[model]),
         "concurrency": source.choice(arguments.concurrency.split(",")),
     }
 
@@ -98,7 +122,7 @@ def one_run(arguments: argparse.Namespace, number: int, options: list[str]) -> d
     opening = content.get("usage", {}).get("open_seconds", 0.0)
     return {
         "target": arguments.label or arguments.spec,
-        "seed": arguments.seed,
+        "settings": settings_of(arguments, options),
         "number": number,
         **chosen,
         "exit": done.returncode,
@@ -109,8 +133,14 @@ def one_run(arguments: argparse.Namespace, number: int, options: list[str]) -> d
     }
 
 
+def settings_of(arguments: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+    """All that decides what a run is, but its number."""
+    names = ("spec", "label", "seed", "shape", "families", "precisions", "layouts", "concurrency")
+    return {**{name: getattr(arguments, name) for name in names}, "options": options}
+
+
 UNDECIDED = {"unknown", "inconclusive"}
-GREEN = {"pass", "unsupported", "deferred"}
+GREEN = {"pass", "unchecked", "unsupported", "deferred"}
 
 
 def outcome(run: dict[str, Any]) -> str:
@@ -119,10 +149,6 @@ def outcome(run: dict[str, Any]) -> str:
         return "green"
     seen = set(run.get("statuses", ()))
     return "undecided" if run["exit"] == 1 and seen & UNDECIDED and seen <= UNDECIDED | GREEN else "red"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def table(runs: list[dict[str, Any]]) -> int:
@@ -166,7 +192,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("spec", nargs="?")
     parser.add_argument("--label", default="", help="name in the table (default: SPEC)")
-    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--runs", type=positive, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", default="odd")
     parser.add_argument("--families", default="")
@@ -176,19 +202,21 @@ def main() -> int:
     arguments = parser.parse_args(sys.argv[1 : len(sys.argv) - len(options) - ("--" in sys.argv)])
     path = arguments.directory / "runs.jsonl"
     if arguments.spec is None:
-        return table(read(path))
+        if not (runs := read(path)):
+            parser.error(f"{path} holds no run; give a SPEC to judge")
+        return table(runs)
+    models_of(arguments)
     arguments.directory.mkdir(parents=True, exist_ok=True)
     arguments.directory = arguments.directory.absolute()
-    label = arguments.label or arguments.spec
-    done = {run["number"] for run in read(path) if (run["target"], run["seed"]) == (label, arguments.seed)}
-    red = 0
+    mine = settings_of(arguments, options)
+    runs = read(path, mend=True)
+    done = {run["number"] for run in runs if run.get("settings") == mine}
     for number in range(arguments.runs):
         if number in done:
             continue
         run = one_run(arguments, number, options)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
-        red += outcome(run) == "red"
+        note(path, run)
+        runs.append(run)
         most = max(run["cells"].values(), default=0.0)
         said = ", ".join(f"{count} {status}" for status, count in sorted(run["statuses"].items()))
         print(
@@ -196,6 +224,8 @@ def main() -> int:
             f"exit {run['exit']}, {run['seconds']:.1f} s, {said}, most {most:.1%} of a budget",
             flush=True,
         )
+    red = sum(outcome(run) == "red" for run in runs)
+    print(f"{path}: {len(runs)} runs, {red} red")
     return int(red > 0)
 
 

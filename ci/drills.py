@@ -219,6 +219,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=5.0, help="EngineOptions.timeout: when a rank counts as stuck")
     parser.add_argument("--model", default="qwen3-moe-wide", help="of the catalogue, or a checkpoint directory")
     arguments = parser.parse_args()
+    if arguments.count < 1:  # no drill at all would be a green one
+        parser.error(f"--count: {arguments.count} is not a number of at least 1")
     dice = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory(prefix="adapt-drills-") as name:
         directory = Path(arguments.model)

@@ -28,6 +28,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trial_lines import note, read
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -87,13 +89,7 @@ class Trials:
         self.folder = folder
         self.file = folder / "trials.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: list[dict[str, Any]] = []
-        if self.file.is_file():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                try:
-                    self.rows.append(json.loads(line))
-                except ValueError:  # it was stopped while it wrote
-                    continue
+        self.rows = read(self.file, mend=True)
         self.side = Side("the engine", resolve("builtin", rootdir=folder), search_path())
         self.single = replace(self.side, plant=(("pytest_adapt.faults.slowness:single_ops", {}),))
 
@@ -102,8 +98,7 @@ class Trials:
 
     def keep(self, **row: Any) -> None:
         self.rows.append(row)
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        note(self.file, row)
         print(time.strftime("%H:%M:%S"), {name: value for name, value in row.items() if name != "costs"}, flush=True)
 
     def benchmarks(self) -> list[Benchmark]:

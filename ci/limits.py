@@ -14,9 +14,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from pytest_adapt.matrix import PRECISIONS
+from pytest_adapt.models import catalogue
 from pytest_adapt.selftest.limits import SCALED, STEPS, first_token, smallest
-from pytest_adapt.selftest.nested import Bench, Found, Setting
-from pytest_adapt.selftest.trial import RED
+from pytest_adapt.selftest.nested import Bench, Setting
 
 SUITES = ("correctness/test_sites.py",)
 
@@ -26,19 +27,26 @@ def main() -> int:
     parser.add_argument("--models", default="smollm2-moe-topk")
     parser.add_argument("--precisions", default="fp32,bf16")
     arguments = parser.parse_args()
+    models, precisions = arguments.models.split(","), arguments.precisions.split(",")
+    known = catalogue()
+    for flag, words, allowed in (("models", models, tuple(known)), ("precisions", precisions, PRECISIONS)):
+        for word in words:
+            if word not in allowed:
+                parser.error(f"--{flag}: {word!r} is none of {', '.join(allowed)}")
     late = 0
     print("| model | value | precision | a site is red | a wrong token | any token |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch))
-        for model in arguments.models.split(","):
-            for precision in arguments.precisions.split(","):
+        for model in models:
+            for precision in precisions:
                 setting = Setting(model, "single", precision, suites=SUITES)
-                if red(bench.run(setting)):
+                if bench.run(setting).red:
                     raise SystemExit(f"{model} in {precision} is red without any error")
                 for what, put in SCALED.values():
 
                     def seen(step: float, setting: Setting = setting, put=put) -> bool:  # type: ignore[no-untyped-def]
-                        return red(bench.run(setting, install=lambda seams: put(seams, 1.0 + step)))
+                        found = bench.run(setting, install=lambda seams: put(seams, 1.0 + step), until_red=True)
+                        return bool(found.red)
 
                     site = smallest(STEPS, seen)
                     token, nearest = first_token(put, precision, bench.catalogued(model))
@@ -48,10 +56,6 @@ def main() -> int:
                         flush=True,
                     )
     return int(late > 0)
-
-
-def red(found: Found) -> bool:
-    return any(case.status in RED for case in found.cases)
 
 
 def said(step: float | None) -> str:

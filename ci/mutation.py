@@ -22,7 +22,7 @@ import argparse
 import ast
 import contextlib
 import difflib
-import importlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -37,6 +37,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from trial_lines import note, positive, read
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("pytest_adapt/verdict", "pytest_adapt/golden", "pytest_adapt/matrix.py")
@@ -257,21 +259,26 @@ def tests_of(mutant: dict[str, Any], source: str, known: list[dict[str, Any]]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
+    lacking = [name for name in ("cosmic_ray", "coverage") if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise SystemExit(f"{' and '.join(lacking)} cannot be imported; install them: pip install cosmic-ray coverage")
     for name in SLOW_TO_IMPORT:
         importlib.import_module(name)
-    path = arguments.directory / "mutants.jsonl"
-    known = {(one["module"], one["operator"], one["occurrence"]) for one in read(path)}
+    path, timed = arguments.directory / "mutants.jsonl", arguments.directory / "tests.jsonl"
+    known = {(one["module"], one["operator"], one["occurrence"]) for one in read(path, mend=True)}
     everything = every_mutant()
     drawn = [
         one for one in draw(everything, arguments.mutants, arguments.seed) if one["module"].startswith(arguments.only)
     ]
+    if not drawn:
+        raise SystemExit(f"--only={arguments.only}: none of {arguments.mutants} mutants is of such a module")
     left = [one for one in drawn if (one["module"], one["operator"], one["occurrence"]) not in known]
     print(f"{len(everything)} mutants, {len(drawn)} drawn, {len(left)} left", flush=True)
     trees = [copy_of_tree(arguments.directory / f"tree-{number}") for number in range(arguments.workers)]
 
     def measure(tree: Path, tests: list[str]) -> None:
         for test in tests:
-            note(arguments.directory / "tests.jsonl", measured(tree, test, arguments.timeout))
+            note(timed, measured(tree, test, arguments.timeout))
 
     def attempt(tree: Path, mutants: list[dict[str, Any]]) -> None:
         sys.dont_write_bytecode = True  # a mutant may be as long as the one before it, and written in the same second
@@ -291,10 +298,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{mutant['module']}:{mutant['line']} {mutant['operator']}: {end} ({seconds} s)", flush=True)
 
     files = {test for place in PLACES if any(one["module"].startswith(place) for one in left) for test in TESTS[place]}
-    had = {one["test"] for one in read(arguments.directory / "tests.jsonl")}
+    had = {one["test"] for one in read(timed, mend=True)}
     wanted = functions(trees[0], sorted(files), arguments.timeout) if files else []
     in_each(trees, measure, [test for test in wanted if test not in had])
-    tests = read(arguments.directory / "tests.jsonl")
+    tests = read(timed)
     in_each(trees, attempt, left)
     return table(read(path))
 
@@ -311,15 +318,6 @@ def in_each(trees: list[Path], work: Callable[[Path, list[Any]], None], things: 
         worker.join()
     if any(worker.exitcode for worker in workers):
         raise SystemExit(1)
-
-
-def note(path: Path, done: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(done) + "\n")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def table(done: list[dict[str, Any]]) -> int:
@@ -341,16 +339,19 @@ def table(done: list[dict[str, Any]]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--mutants", type=int, default=300)
+    parser.add_argument("--mutants", type=positive, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--timeout", type=int, default=60, help="seconds of processor time for one test")
+    parser.add_argument("--workers", type=positive, default=2)
+    parser.add_argument("--timeout", type=positive, default=60, help="seconds of processor time for one test")
     parser.add_argument("--only", default="", help="modules that begin with this")
     parser.add_argument("--table", action="store_true", help="print what is known, and run nothing")
     arguments = parser.parse_args()
     arguments.directory = arguments.directory.absolute()
     if arguments.table:
-        return table(read(arguments.directory / "mutants.jsonl"))
+        path = arguments.directory / "mutants.jsonl"
+        if not (done := read(path)):
+            parser.error(f"{path} holds no mutant; leave --table out to try some")
+        return table(done)
     arguments.directory.mkdir(parents=True, exist_ok=True)
     return run(arguments)
 

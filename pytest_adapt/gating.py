@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_adapt.perf.baseline import Baseline
     from pytest_adapt.perf.gate import Comparison, Gate
     from pytest_adapt.perf.instructions import Instructions
-    from pytest_adapt.perf.ledger import Row
+    from pytest_adapt.perf.ledger import Ledger, Row
     from pytest_adapt.perf.rounds import Benchmark
     from pytest_adapt.perf.sides import Side
     from pytest_adapt.runner import Runner
@@ -247,14 +247,16 @@ class Asked:
 
     def counters(self, target: OpenTarget, model: ModelHandle, load: str, judge: Any) -> None:
         """The load's exact counters against those on record (`pytest_adapt.perf.counters`)."""
-        from pytest_adapt.perf.counters import count, held_against
+        from pytest_adapt.perf.counters import cell_of, count, held_against
         from pytest_adapt.perf.loads import load_named
 
-        ledger = self._ledger(target.info.name)
+        cell = cell_of(target, model)
+        ledger = self._ledger(target.info.name, cell)
+        of = f"{target.info.name} on {cell}"
         if ledger is None and self._runner.settings.goldens not in ("new", "update"):
-            raise Verdict(*held_against(None, None, target.info.name), optional=True)
+            raise Verdict(*held_against(None, None, of), optional=True)
         found = count(target, model, load_named(load))
-        status, why = held_against(ledger, found, target.info.name)
+        status, why = held_against(ledger, found, of)
         judge.promise("counters", status is not Status.MISMATCH, why, compared=len(found.counters))
         rebuilt = status is Status.UNCHECKED and ledger is not None
         if proposed := self._proposed(status, found, target.info.name, rebuilt):
@@ -263,13 +265,13 @@ class Asked:
 
     def registered(self, target: OpenTarget, model: ModelHandle, judge: Any) -> None:
         """Every load that is on record for this deployment is still run."""
+        from pytest_adapt.perf.counters import cell_of
         from pytest_adapt.perf.loads import LOADS
 
-        ledger = self._ledger(target.info.name)
+        cell = cell_of(target, model)
+        ledger = self._ledger(target.info.name, cell)
         if ledger is None:
-            raise Verdict(Status.UNCHECKED, f"no counters of {target.info.name} are on record", optional=True)
-        deployment = target.deployment
-        cell = f"{model.name} {deployment.layout} {deployment.precision}"
+            raise Verdict(Status.UNCHECKED, f"no counters of {target.info.name} on {cell} are on record", optional=True)
         gone = [row.key for row in ledger.gone(cell, LOADS)]
         if gone:
             raise Verdict(Status.GONE, f"on record, and nobody runs them: {', '.join(gone)} ({ledger.path})")
@@ -323,7 +325,8 @@ class Asked:
             judge.figures.append(Figure(load, f"baseline's {found.clock} time of one run", "s", found.seconds[:1]))
             judge.figures.append(Figure(load, f"{found.clock} time of one run", "s", found.seconds[1:]))
 
-    def _ledger(self, target: str) -> Any:
+    def _ledger(self, target: str, cell: str) -> Ledger | None:
+        """The ledger of a target; None where it has nothing of this cell: nobody said what it should cost there."""
         from pytest_adapt.perf.ledger import Ledger, LedgerError
         from pytest_adapt.shipped import goldens_dir
 
@@ -332,9 +335,10 @@ class Asked:
         if self._runner.settings.goldens == "off":
             raise Verdict(Status.UNCHECKED, "goldens are off: counters on record are not compared")
         try:
-            return Ledger.find([*folders, goldens_dir()], target)
+            found = Ledger.find([*folders, goldens_dir()], target)
         except LedgerError as error:
             raise Verdict(Status.FAIL, str(error)) from None
+        return found if found is not None and any(row.cell == cell for row in found.rows.values()) else None
 
     def _proposed(self, status: Status, found: Row, target: str, rebuilt: bool) -> str:
         """In the modes that propose records: where the proposal lies; "" where nothing was proposed. ``rebuilt``: some

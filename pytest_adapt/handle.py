@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelHandle"]
 
-_SEARCHED, _CANDIDATES = 4, 8
+_CANDIDATES = 8
 
 
 class ModelHandle:
@@ -109,7 +109,7 @@ class ModelHandle:
         """``count`` prompts of exactly ``length`` ordinary tokens, to be timed with."""
         from pytest_adapt.models.prompts import random_tokens
 
-        entry = self._described
+        entry = self._model.described
         keys = [f"load-{number}" for number in range(count)]
         return {key: random_tokens(entry, self.directory, f"{key}-{length}", length) for key in keys}
 
@@ -158,6 +158,7 @@ class ModelHandle:
             raise Verdict(
                 Status.UNKNOWN,
                 f"model {self.name} has no prompt {name!r} (--adapt-prompt); it has {', '.join(self.all_prompts)}",
+                optional=True,  # another model of the run has it, or the run would not have begun
             )
         tokens = self.all_prompts[name]
         return {name: tokens[: count or len(tokens)]}
@@ -167,26 +168,8 @@ class ModelHandle:
         """Every named prompt of the model."""
         from pytest_adapt.models.prompts import prompts_of
 
-        found = prompts_of(self._described, self.directory)
+        found = prompts_of(self._model.described, self.directory)
         return found if self.entry else {**_searched(self.directory, self.config), **found}
-
-    @cached_property
-    def _described(self) -> ModelEntry:
-        """The catalogue's entry, or one that describes a directory."""
-        from pytest_adapt.models import ModelEntry
-
-        return self.entry or ModelEntry(
-            # A fixed name: copies of one checkpoint get the same prompts.
-            name="directory",
-            family=str(self.config.get("model_type", "")),
-            shape_class="real",
-            kind="directory",
-            config=self.config,
-            prompts=("random", "boundary"),
-            contexts=self.boundaries,
-            precisions=self._model.precisions,
-            must_pass=(),
-        )
 
     def _closed(self) -> ModelEntry:
         if self.entry is None or self.entry.kind != "needle":
@@ -207,6 +190,7 @@ def _searched(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[int
     Short, because the oracle runs once a candidate. Empty for a dense model, and for one that the oracle cannot read
     (another reference may judge it).
     """
+    from pytest_adapt.models.prompts import SEARCHED
     from pytest_adapt.models.search import choice_of, of_oracle, search
     from pytest_adapt.models.tokenizer import plain_ids
     from pytest_adapt.oracle import Oracle, OracleError
@@ -216,11 +200,11 @@ def _searched(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[int
     try:
         run = of_oracle(Oracle(directory))
         tokens = search(
-            run, choice_of(config), plain_ids(int(config["vocab_size"])), length=_SEARCHED, candidates=_CANDIDATES
+            run, choice_of(config), plain_ids(int(config["vocab_size"])), length=SEARCHED, candidates=_CANDIDATES
         ).tokens
     except OracleError:
         return {}
-    return {f"searched-{_SEARCHED}": tuple(tokens)}
+    return {f"searched-{SEARCHED}": tuple(tokens)}
 
 
 def _header(file: Path) -> Mapping[str, Any]:

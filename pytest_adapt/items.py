@@ -79,6 +79,8 @@ class ItemState:
     """Records that the reference had proposed before this item."""
     divergence: Divergence | None = None
     prefix: Prefix | None = None
+    no_prefix: str = ""
+    """Why there is none, where one was sought."""
     seconds: float = 0.0
     open_seconds: float = 0.0
     phases: dict[str, str] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class ItemState:
             divergence=divergence,
             attempts=max(1, self.attempts),
             prefix=self.prefix,
+            no_prefix=self.no_prefix,
             requirements=self.requirements,
             seconds=self.seconds,
             open_seconds=self.open_seconds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,24 @@ class Model:
         """Of the catalogue's entry; "" for a directory."""
         return self.entry.shape_class if self.entry else ""
 
+    @cached_property
+    def described(self) -> ModelEntry:
+        """The catalogue's entry, or one that describes a directory."""
+        from pytest_adapt.models import ModelEntry
+
+        return self.entry or ModelEntry(
+            # A fixed name: copies of one checkpoint get the same prompts.
+            name="directory",
+            family=str(self.config.get("model_type", "")),
+            shape_class="real",
+            kind="directory",
+            config=self.config,
+            prompts=("random", "boundary"),
+            contexts=self.contexts,
+            precisions=self.precisions,
+            must_pass=(),
+        )
+
     @property
     def max_position(self) -> int:
         """Positions that the configuration allows; 0 where it does not say."""
@@ -269,10 +288,8 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
         take = profile.classes.get(model.shape_class, profile.other)
         contexts = settings.contexts or contexts_of(model, take)
         prompts[model.name] = take.prompts
-        if model.max_position and settings.contexts and max(contexts) > model.max_position:
-            raise pytest.UsageError(
-                f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
-            )
+        if settings.contexts:
+            _check_contexts(model, contexts)
         offered = _precisions(take, model, spec)
         for layout in settings.layouts or ("single",):
             # A target that offers none of the profile's precisions is judged at what it has.
@@ -293,8 +310,50 @@ def make_matrix(settings: Settings, spec: TargetSpec) -> Matrix:
             for precision in settings.precisions or _precisions(profile.other, model, spec) or spec.precisions
         ]
         models = list(dict.fromkeys([*models, *(model for model, _ in spread)]))
+    if settings.prompt is not None:
+        _check_prompt(*settings.prompt, models)
     named = {model.name: model for model in models}
     return Matrix(settings, named, prompts, tuple(rows), tuple(layout_rows))
+
+
+def _check_contexts(model: Model, contexts: tuple[int, ...]) -> None:
+    if model.max_position and max(contexts) > model.max_position:
+        raise pytest.UsageError(
+            f"--adapt-contexts={max(contexts)}: model {model.name} has {model.max_position} positions"
+        )
+    if min(contexts) < (least := _least_context(model)):
+        raise pytest.UsageError(
+            f"--adapt-contexts={min(contexts)}: model {model.name} is asked nothing in so short a context; "
+            f"give {least} or more"
+        )
+
+
+def _least_context(model: Model) -> int:
+    """The shortest context in which a model can be asked anything."""
+    if model.entry is None or model.shape_class != APART:
+        return 1
+    return model.entry.least_context
+
+
+def _check_prompt(name: str, tokens: int, models: list[Model]) -> None:
+    """Refuse a prompt that no model of the run has, or none has so many tokens of."""
+    import difflib
+
+    from pytest_adapt.models.prompts import lengths_of
+
+    lengths = {model.name: lengths_of(model.described) for model in models}
+    longest = max((found[name] for found in lengths.values() if name in found), default=0)
+    if not longest:
+        names = list(dict.fromkeys(prompt for found in lengths.values() for prompt in found))
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise pytest.UsageError(
+            f"--adapt-prompt: no model of this run has a prompt {name!r}{hint}; there are {', '.join(names)}"
+        )
+    if tokens > longest:
+        raise pytest.UsageError(
+            f"--adapt-prompt={name}:{tokens}: the prompt has {longest} tokens; give at most so many"
+        )
 
 
 def _precisions(take: Take, model: Model, spec: TargetSpec) -> list[str]:
@@ -486,6 +545,8 @@ def _from_directory(word: str, names: list[str]) -> Model:
             f"--adapt-models: {word!r} is neither a checkpoint directory nor in the catalogue{hint}: {', '.join(names)}"
         )
     file = directory / "config.json"
+    if not file.exists():
+        raise pytest.UsageError(f"--adapt-models: {directory} has no config.json; name the directory of a checkpoint")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -515,5 +576,6 @@ def _boundaries(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def contexts_of(model: Model, take: Take) -> tuple[int, ...]:
     """The largest context of the model under each bound; its smallest where all are beyond."""
-    found = {max((length for length in model.contexts if length <= bound), default=0) for bound in take.contexts}
-    return tuple(sorted(found - {0})) or model.contexts[:1] or (LEAST_CONTEXT,)
+    lengths = tuple(length for length in model.contexts if length >= _least_context(model))
+    found = {max((length for length in lengths if length <= bound), default=0) for bound in take.contexts}
+    return tuple(sorted(found - {0})) or lengths[:1] or (LEAST_CONTEXT,)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
 from pytest_adapt.verdict.result import Status
-from pytest_adapt.verdict.status import Verdict
+from pytest_adapt.verdict.status import Verdict, need_not_show
 from pytest_adapt.watchdog import Hung
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class OpenTarget:
         for name in ("taps", "logits", "score", "topk", "text", *sorted(set(wanted))):
             if name in wanted and name in self.shown:
                 return name
-        raise Verdict(Status.UNKNOWN, self._not_shown(wanted))
+        raise self._not_shown(wanted)
 
     def check(self) -> None:
         """Open, and end the item where the target does not show what its mark needs."""
@@ -101,7 +101,7 @@ class OpenTarget:
         for request in requests:
             want = request.want & shown
             if request.want and not want:
-                raise Verdict(Status.UNKNOWN, self._not_shown(sorted(request.want)))
+                raise self._not_shown(sorted(request.want))
             self.observables_used |= want
             asked.append(replace(request, want=want))
         self._asked |= {one.id.partition("#")[0]: one.prompt for one in asked}
@@ -391,11 +391,13 @@ class OpenTarget:
                 Status.UNSUPPORTED, f"feature {name}={setting}: the target offers {', '.join(map(str, offered))}"
             )
 
-    def _not_shown(self, wanted: Iterable[str]) -> str:
+    def _not_shown(self, wanted: Collection[str]) -> Verdict:
         shown = [name for name in ("taps", "logits", "score", "topk", "text") if name in self.shown]
         reasons = [f"{name}: {why}" for name in wanted if (why := self._known.missing.get(name))]
         tail = f" ({'; '.join(reasons)})" if reasons else ""
-        return f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+        reason = f"needs {' or '.join(wanted)}; the target shows {', '.join(shown) or 'nothing'}{tail}"
+        free = need_not_show(self._host.kind, wanted, self.info.observables, self.shown)
+        return Verdict(Status.UNKNOWN, reason, optional=free)
 
 
 def _optional_failed(info: Info, name: str, error: Exception) -> Verdict:

@@ -31,6 +31,7 @@ __all__ = [
     "refuse_lone_options",
     "shown_variables",
     "unknown_variables",
+    "unwritable",
 ]
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -156,6 +157,8 @@ VARIABLES: tuple[str, ...] = (
     "ADAPT_PEAK_GBS",
     "ADAPT_PEAK_GFLOPS",
 )
+_SELFTEST = ("target", "selftest", "precisions", "observables", "time")
+"""Settings that a selftest goes by."""
 # An empty key is no key.
 _NUMBERS = VARIABLES[1:]
 # The built-in engine's own, and its build's.
@@ -209,7 +212,7 @@ class Settings:
         for option in OPTIONS:
             value = getattr(self, option.name)
             if option.name == "prompt" and value is not None:
-                value = f"{value[0]}:{value[1]}"
+                value = f"{value[0]}:{value[1]}" if value[1] else value[0]
             if option.name in skipped or self.sources.get(option.name) in (None, "ini file"):
                 continue
             text = (
@@ -317,8 +320,11 @@ def read_settings(config: pytest.Config) -> Settings:
     settings = Settings(**values, sources=sources)
     _check_goldens(settings, config)
     _check_gate(settings)
+    _check_selftest(settings, config)
     for name in ("report", "dump"):
-        _check_writable(f"--adapt-{name}", getattr(settings, name), Path(config.invocation_params.dir))
+        value = getattr(settings, name)
+        if value and (problem := unwritable(Path(config.invocation_params.dir) / value)):
+            raise pytest.UsageError(f"--adapt-{name}={value}: {problem}; name a directory that can be made and written")
     if not hasattr(config, "workerinput"):
         for name, meant in unknown_variables(os.environ).items():
             hint = f"; did you mean {meant}?" if meant else ""
@@ -462,15 +468,33 @@ def _prompt(text: str | None) -> tuple[str, int] | None:
     return name, int(count or 0)
 
 
-def _check_writable(flag: str, value: str, start: Path) -> None:
-    """Refuse a directory that could not be made or written, before the run rather than after it."""
-    if not value:
-        return
-    path = (start / value).absolute()
+def unwritable(path: Path) -> str:
+    """Why a directory could not be made or written, to be said before a run rather than after it; "" where it can."""
+    path = path.absolute()
     nearest = next(place for place in (path, *path.parents) if place.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "may not be written" if nearest.is_dir() else "is a file"
-        raise pytest.UsageError(f"{flag}={value}: {nearest} {what}; name a directory that can be made and written")
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return ""
+    return f"{nearest} {'may not be written' if nearest.is_dir() else 'is a file'}"
+
+
+def _check_selftest(settings: Settings, config: pytest.Config) -> None:
+    """A selftest has models, layouts and lengths of its own: what would narrow the suites is refused, not ignored."""
+    if not settings.selftest:
+        return
+    if not [word for word in settings.selftest.split(",") if word.strip()]:
+        raise pytest.UsageError(f"--adapt-selftest={settings.selftest!r} names nothing; write ID,KIND*, or no value")
+    refused = [
+        _spelling(option, source)
+        for option in OPTIONS
+        if option.name not in _SELFTEST and (source := settings.sources.get(option.name, "ini file")) != "ini file"
+    ]
+    if not hasattr(config, "workerinput"):
+        refused += [f"the path {path}" for path in config.known_args_namespace.file_or_dir]
+    if refused:
+        raise pytest.UsageError(
+            f"--adapt-selftest does not take {', '.join(refused)}: it chooses by --adapt-selftest=ID,KIND*, "
+            f"--adapt-precisions, --adapt-observables, --adapt-time, -k and -n (--collect-only lists its items)"
+        )
 
 
 def _check_gate(settings: Settings) -> None:
@@ -494,9 +518,18 @@ def _check_goldens(settings: Settings, config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--adapt-goldens=update needs a selection (-k, paths or case ids): say which records change"
         )
+    if settings.inject and mode in ("new", "update", "observe"):
+        raise pytest.UsageError(
+            f"--adapt-goldens={mode} with --adapt-inject={settings.inject}: nothing is recorded of a target with a "
+            "fault; give one of them"
+        )
     if settings.inject and settings.target.partition(":")[0].partition("[")[0] != "builtin":
         raise pytest.UsageError(f"--adapt-inject={settings.inject} needs --adapt-target=builtin, not {settings.target}")
     for name in ("waivers", "goldens_dir"):
         value = getattr(settings, name)
-        if value and not (Path(config.rootpath) / value).exists():
+        path = Path(config.rootpath) / value
+        if value and not path.exists():
             raise pytest.UsageError(f"adapt_{name}: {value} does not exist (paths start at {config.rootpath})")
+        if value and path.is_dir() is not (name == "goldens_dir"):
+            what = "no directory" if name == "goldens_dir" else "a directory, and no file"
+            raise pytest.UsageError(f"adapt_{name}: {value} is {what} (paths start at {config.rootpath})")

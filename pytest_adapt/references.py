@@ -40,11 +40,14 @@ class References:
         return self._made[key]
 
     def keep_observed(self, state: ItemState) -> None:
-        """After a mismatch with a golden record: leave the target's answers under ``.adapt/pending``, for review."""
+        """After a mismatch with a golden record: leave the target's answers under ``.adapt/pending``, for review. One
+        with a fault put in has nothing to review."""
         from pytest_adapt.golden.record import RecordError
         from pytest_adapt.golden.review import propose_observed
 
-        if getattr(state.reference, "kind", "") != "golden" or state.model is None or state.target is None:
+        if self._runner.settings.inject or getattr(state.reference, "kind", "") != "golden":
+            return
+        if state.model is None or state.target is None:
             return
         prompts = state.model.all_prompts
         for one in state.judge.failures():

@@ -64,7 +64,7 @@ class Runner:
         self.spec = spec
         self.matrix = matrix
         self.host = Host(spec, settings)
-        self.kind = settings.require or spec.kind
+        self.kind = self.host.kind
         shared = getattr(config, "workerinput", {}).get(SHARED_QUOTAS)
         waivers = config.rootpath / settings.waivers
         self.waivers = read_waivers(waivers, Path(shared) if shared else None) if settings.waivers else None
@@ -87,10 +87,15 @@ class Runner:
     @property
     def whole(self) -> bool:
         """Whether nothing is left out of what the repository's own settings hold: no path, no selection, whole axes."""
-        option = self.config.option
-        selected = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
         narrowed = [name for name in _NARROWING if self.settings.sources.get(name) in ("command line", "environment")]
-        return self.config.stash.get(WHOLE, False) and not any(selected) and not narrowed
+        return self.config.stash.get(WHOLE, False) and not self.selected and not narrowed
+
+    @property
+    def selected(self) -> bool:
+        """Whether single cases were picked, by an option of pytest's or by a case id."""
+        option = self.config.option
+        picked = [getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf", "stepwise")]
+        return any(picked) or any("::" in word for word in self.config.args)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -347,7 +352,8 @@ class Runner:
         from pytest_adapt.shortest import shortest_prefix
 
         state.divergence = first_divergence(state)
-        state.prefix = shortest_prefix(state)
+        found = shortest_prefix(state)
+        state.prefix, state.no_prefix = (None, found) if isinstance(found, str) else (found, "")
 
     def _end(self, state: ItemState, status: Status, reason: str) -> None:
         """Give pytest the outcome of a status."""
@@ -370,8 +376,8 @@ class Runner:
         lines = [state.case if status is Status.FAIL else f"{status}: {state.case}", reason]
         if state.divergence is not None:
             lines.append(f"first divergence: {state.divergence}")
-        if state.prefix is not None:
-            lines.append(f"shortest: {state.prefix}")
+        if shortest := state.prefix or state.no_prefix:
+            lines.append(f"shortest: {shortest}")
         lines.append(f"repeat: {self.command_of(state)}")
         return "\n".join(lines)
 

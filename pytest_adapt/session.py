@@ -79,6 +79,11 @@ class Host:
     _info: Info | None = None
 
     @property
+    def kind(self) -> str:
+        """What the target must show: a key of REQUIREMENTS."""
+        return self.settings.require or self.spec.kind
+
+    @property
     def info(self) -> Info | None:
         """What the last opened deployment said about itself."""
         return self._info

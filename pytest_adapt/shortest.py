@@ -28,28 +28,36 @@ _AGAINST_REFERENCE = ("logprob", "kl", "cosine", "token_match")
 _NUMBERS = frozenset({"logits", "score", "topk"})
 
 
-def shortest_prefix(state: ItemState) -> Prefix | None:
-    """The shortest beginning of a failing prompt that fails alone, by at most 8 requests within 30 seconds.
+def shortest_prefix(state: ItemState) -> Prefix | str:
+    """The shortest beginning of a failing prompt that fails alone, by at most 8 requests within 30 seconds; or why
+    there is none.
 
-    None where the target can be tapped (its sites say more), where nothing failed against the reference, or where no
-    beginning fails alone: then the failure depends on what else was asked.
+    "" where none is sought: the target can be tapped (its sites say more), or nothing failed against the reference.
     """
     if state.target is None or state.model is None or state.reference is None:
-        return None
+        return ""
     if "taps" in state.target.info.observables:
-        return None
+        return ""
     prompts = state.model.all_prompts
     failures = [one for one in state.judge.failures() if one.metric.startswith(_AGAINST_REFERENCE)]
     failures = [one for one in failures if one.prompt in prompts]
     if not failures:
-        return None
+        return ""
     worst = min(failures, key=lambda one: (not _is_first(one), one.position is None, one.position or 0))
     tokens = prompts[worst.prompt]
     first = worst.position + 1 if _is_first(worst) and worst.position is not None else len(tokens)
     try:
-        return shrink(worst.prompt, len(tokens), min(first, len(tokens)), _fails(state, worst.prompt, tokens))
-    except (Verdict, Fatal):  # the target has gone; the verdict on the item stands
-        return None
+        found = shrink(worst.prompt, len(tokens), min(first, len(tokens)), _fails(state, worst.prompt, tokens))
+    except (Verdict, Fatal) as error:  # the target has gone; the verdict on the item stands
+        return f"none, the target could not be asked again: {str(error).partition(chr(10))[0]}"
+    if found is not None:
+        return found
+    if worst.position is not None and worst.position >= len(tokens):
+        return (
+            f"none, position {worst.position} is of the answer: the {len(tokens)} tokens of {worst.prompt} alone do "
+            "not show it"
+        )
+    return f"none, no beginning of {worst.prompt} fails alone: it depends on what else was asked"
 
 
 def shrink(

@@ -1,4 +1,4 @@
-"""``--adapt-time``: which of the collected cases are run, from what earlier runs cost.
+"""What a run will cost, from what earlier runs cost, and which cases are run in ``--adapt-time``.
 
 Every process of a run reads the same costs and collects the same cases, so each xdist worker chooses the same ones.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.covering import Candidate, Selection, select, shown_duration
+from pytest_adapt.documents import DocumentError, both, fields, named, of_schema, read, real, write
 from pytest_adapt.layout import AXES, parse
 from pytest_adapt.matrix import declined
 from pytest_adapt.stash import STATE
@@ -23,15 +24,17 @@ from pytest_adapt.verdict.status import PASSED
 
 if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
-    from pytest_adapt.report.plan import Costs
     from pytest_adapt.runner import Runner
     from pytest_adapt.verdict.result import CaseResult
 
-__all__ = ["Learned", "TimeBox", "costs_path", "learn", "open_box", "remembered"]
+__all__ = ["Learned", "TimeBox", "costs_path", "estimated", "learn", "open_box", "remembered"]
 
 _SCHEMA = 1
+_COSTS = fields({"targets": named(fields({"open_seconds": real, "cases": named(real)}, {"token_seconds": real}))})
 _LEAST = 0.05
 """Seconds of a case of which nothing is known but that it asks for no token."""
+_OPEN_SECONDS, _TOKEN_SECONDS = 5.0, 0.002
+"""Assumed of a target of which no run has finished."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Learned:
     """What earlier runs of one target cost."""
 
     open_seconds: float = 0.0
+    token_seconds: float = 0.0
     cases: Mapping[str, float] = field(default_factory=dict)
     """Case id -> seconds, without opening its deployment."""
 
@@ -97,22 +101,18 @@ class TimeBox:
 def open_box(runner: Runner, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], TimeBox]:
     """The items to run, in their order, and the box. Items that cost nothing (a layout that is not legal for the model,
     timing under xdist) are always kept; they are no candidates."""
-    from pytest_adapt.report.plan import known_costs
-
-    learned, costs = remembered(costs_path(runner), runner.settings.target), known_costs(runner)
     free = {item for item in items if _costs_nothing(runner, item)}
     judged = [item for item in items if item not in free]
-    tests = learned.of_test()
+    seconds, opening, source = estimated(runner, judged)
     cells = [item.stash[STATE].cell for item in judged]
     features = {name: "0" for cell in cells if cell for name, _ in cell.features}
-    candidates = [_candidate(runner, item, features, learned, tests, costs) for item in judged]
+    candidates = [_candidate(item, features, cost) for item, cost in zip(judged, seconds, strict=True)]
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) if runner.under_xdist else 1
-    known = sum(one.key in learned.cases for one in candidates)
     found = select(
         candidates,
         runner.settings.time * workers,
         strength=runner.settings.strength,
-        opening=learned.open_seconds or costs.open_seconds,
+        opening=opening,
     )
     box = TimeBox(
         seconds=runner.settings.time,
@@ -120,10 +120,33 @@ def open_box(runner: Runner, items: Sequence[pytest.Item]) -> tuple[list[pytest.
         strength=runner.settings.strength,
         selection=found,
         candidates=len(candidates),
-        source=f"of {known} cases measured, the rest estimated" if known < len(candidates) else "measured",
+        source=source,
     )
     chosen = set(found.chosen)
     return [item for item in items if item in free or item.stash[STATE].case in chosen], box
+
+
+def estimated(runner: Runner, items: Sequence[pytest.Item]) -> tuple[list[float], float, str]:
+    """(seconds of each item, seconds that one deployment takes to open, where these come from)."""
+    from pytest_adapt.report.plan import demand
+
+    path = costs_path(runner)
+    learned = remembered(path, runner.settings.target)
+    tests, found, known = learned.of_test(), [], 0
+    for item in items:
+        state = item.stash[STATE]
+        known += state.case in learned.cases
+        seconds = learned.cases.get(state.case, tests.get(state.case.partition("[")[0]))
+        if seconds is None:
+            tokens = demand(runner, state)[1]
+            seconds = max(_LEAST, tokens * (learned.token_seconds or _TOKEN_SECONDS))
+        found.append(seconds)
+    source = f"of {known} of {len(found)} cases measured ({os.path.relpath(path, runner.config.rootpath)})"
+    if not learned.cases:
+        source = "assumed: 5 s a deployment, 2 ms a token; a finished run of this target replaces them"
+    elif known < len(found):
+        source += ", the rest estimated"
+    return found, learned.open_seconds or _OPEN_SECONDS, source
 
 
 def costs_path(runner: Runner) -> Path:
@@ -135,17 +158,16 @@ def costs_path(runner: Runner) -> Path:
 def remembered(path: Path, target: str) -> Learned:
     """What earlier runs of a target cost; nothing where there is no such file, or it cannot be read."""
     found = _read(path).get(target)
-    try:
-        cases = {str(case): float(seconds) for case, seconds in found["cases"].items()} if found else {}
-        return Learned(float(found["open_seconds"]) if found else 0.0, cases)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    if not found:
         return Learned()
+    return Learned(found["open_seconds"], found.get("token_seconds", 0.0), found["cases"])
 
 
-def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: float) -> None:
+def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: float, token_seconds: float) -> None:
     """Add what a finished run cost to the file at ``path``, in one step; a file that cannot be written is let be.
 
-    ``open_seconds`` is the mean time that a deployment took to open; 0 where none was.
+    ``open_seconds`` is the mean time that a deployment took to open, ``token_seconds`` that of a token; 0 where there
+    was none.
     """
     known = _read(path)
     before = remembered(path, target)
@@ -158,13 +180,11 @@ def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: fl
         return
     known[target] = {
         "open_seconds": round(open_seconds or before.open_seconds, 4),
+        "token_seconds": round(token_seconds or before.token_seconds, 7),
         "cases": dict(sorted({**before.cases, **measured}.items())),
     }
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"schema": _SCHEMA, "targets": known}, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write(path, json.dumps({"schema": _SCHEMA, "targets": known}, indent=1) + "\n")
     except OSError:
         return  # the report of the same run says so, where it could not be written either
 
@@ -172,10 +192,10 @@ def learn(path: Path, target: str, cases: Iterable[CaseResult], open_seconds: fl
 def _read(path: Path) -> dict[str, Any]:
     """Target -> its costs."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(found["targets"]) if found["schema"] == _SCHEMA else {}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        found: dict[str, Any] = read(path, both(of_schema(_SCHEMA), _COSTS))["targets"]
+    except DocumentError:
         return {}
+    return found
 
 
 def _costs_nothing(runner: Runner, item: pytest.Item) -> bool:
@@ -186,21 +206,9 @@ def _costs_nothing(runner: Runner, item: pytest.Item) -> bool:
     return model is not None and state.cell is not None and bool(declined(model, state.cell.layout, runner.spec))
 
 
-def _candidate(
-    runner: Runner,
-    item: pytest.Item,
-    features: Mapping[str, str],
-    learned: Learned,
-    tests: Mapping[str, float],
-    costs: Costs,
-) -> Candidate:
+def _candidate(item: pytest.Item, features: Mapping[str, str], seconds: float) -> Candidate:
     state: ItemState = item.stash[STATE]
     test = state.case.partition("[")[0]
-    seconds = learned.cases.get(state.case, tests.get(test, -1.0))
-    if seconds < 0:
-        from pytest_adapt.report.plan import demand
-
-        seconds = max(_LEAST, demand(runner, state)[1] * costs.token_seconds)
     return Candidate(state.case, _factors(state, features), seconds, str(state.cell) if state.cell else "", test)
 
 

@@ -5,7 +5,7 @@
 Each exhibit of `exhibits.toml` is judged twice: the old release must be red with the expected first cause, the new
 one green. Each set of pins has a virtual environment of its own, in which whatever is not pinned (torch, numpy, the
 judge) comes from the interpreter that runs this script. Exit status: 0 when every exhibit is as expected, 1 when
-one is not, 2 when an id is unknown.
+one is not, 2 when an id is unknown or a place cannot be written.
 """
 
 from __future__ import annotations
@@ -221,8 +221,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"no exhibit {min(unknown)}; there are {', '.join(exhibit.id for exhibit in known)}", file=sys.stderr)
         return 2
     venvs, output = options.venvs.resolve(), options.json and options.json.resolve()
+    # Before ten minutes of judging, not after them.
+    if output and not (output.parent.is_dir() and os.access(output.parent, os.W_OK) and not output.is_dir()):
+        print(f"--json={options.json}: no file can be written there", file=sys.stderr)
+        return 2
     work = venvs / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"--venvs={options.venvs}: no folder can be made there ({error.strerror})", file=sys.stderr)
+        return 2
     results: list[dict[str, Any]] = []
     for exhibit in chosen:
         old, new = (judge(exhibit, pins, venvs, work) for pins in (exhibit.old, exhibit.new))

@@ -45,6 +45,8 @@ def main() -> int:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args(sys.argv[1 : len(sys.argv) - len(options) - ("--" in sys.argv)])
+    if arguments.runs < 1:
+        parser.error(f"--runs: {arguments.runs} is not a number of at least 1")
     wrong = 0
     for model in arguments.models:
         for run in range(arguments.runs):

@@ -14,10 +14,11 @@ import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pytest_adapt.audit.marks import Claim, MarkError, claims, named_tests, requirement_titles, sources
-from pytest_adapt.faults.matrix import KillMatrix
+from pytest_adapt.documents import DocumentError, named, one_line, read, truth
+from pytest_adapt.faults.matrix import KillMatrix, load
+from pytest_adapt.report.reading import OUTCOMES, read_report
 
 __all__ = ["Outcomes", "Row", "cover", "main", "read_kills", "read_outcomes"]
 
@@ -100,23 +101,20 @@ def _missing(
 def read_kills(path: Path = _MATRIX) -> dict[str, str] | None:
     """Fault id -> killed (every row that differs from the original was caught by some suite) or survived.
 
-    None where there is no kill matrix. Raises ValueError for a file that is not one.
+    None where there is no kill matrix. Raises MatrixError for a file that is not one.
     """
-    if not path.is_file():
+    if not path.exists():
         return None
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found: dict[str, str] = {}
-        for row in rows:
-            # Taps are the strongest observable: what a weaker one cannot see does not undo a kill.
-            if KillMatrix.counts(row) and row["observable"] == "taps":
-                killed = bool(row["killed"]) and found.get(row["fault"]) != "survived"
-                found[row["fault"]] = "killed" if killed else "survived"
-        for row in rows:
-            if KillMatrix.counts(row) and row["fault"] not in found:
-                found[row["fault"]] = "killed" if row["killed"] else "survived"
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: no kill matrix ({error!r}); make it again: pytest --adapt-selftest") from None
+    rows = load(path).rows
+    found: dict[str, str] = {}
+    for row in rows:
+        # Taps are the strongest observable: what a weaker one cannot see does not undo a kill.
+        if KillMatrix.counts(row) and row["observable"] == "taps":
+            killed = row["killed"] and found.get(row["fault"]) != "survived"
+            found[row["fault"]] = "killed" if killed else "survived"
+    for row in rows:
+        if KillMatrix.counts(row) and row["fault"] not in found:
+            found[row["fault"]] = "killed" if row["killed"] else "survived"
     return found
 
 
@@ -124,39 +122,31 @@ def read_outcomes(every: Sequence[Claim], report: Path, junit: Iterable[Path], c
     """What the last runs came to, for the tests in ``every``.
 
     ``report`` is report.json (shipped suites), ``junit`` what --junitxml wrote, ``cache`` the list of pytest's own last
-    failures; absent ones are named in the notes. Raises ValueError for a file that cannot be read.
+    failures; a report or a list that is absent is named in the notes. Raises DocumentError for a file that cannot be
+    read.
     """
     found = Outcomes({}, [])
-    if report.is_file():
-        for case in _report_cases(report):
+    if report.exists():
+        for case in read_report(report, OUTCOMES)["cases"]:
             outcome = _OUTCOMES.get(case["status"])
             red = "fail" if case.get("required", True) or case["status"] in ("fail", "error") else "skip"
-            found.add(str(case["case"]).partition("[")[0], outcome or red)
+            found.add(case["case"].partition("[")[0], outcome or red)
         found.notes.append(f"suites: {report}")
     else:
         found.notes.append(f"suites: no {report}; run pytest --adapt-target=..., or name another with --report")
-    files = [path for path in junit if path.is_file()]
+    files = list(junit)
     names = {_junit_name(claim.test): claim.test for claim in every}
     for path in files:
         for test, outcome in _junit_outcomes(path, names):
             found.add(test, outcome)
     found.notes.append(f"tests: {', '.join(map(str, files)) or 'no JUnit file; run pytest tests --junitxml=FILE'}")
-    if not files and cache.is_file():
+    if not files and cache.exists():
         known = {claim.test for claim in every}
-        for nodeid in json.loads(cache.read_text(encoding="utf-8")):
-            if (test := str(nodeid).partition("[")[0]) in known:
+        for nodeid in read(cache, named(truth)):
+            if (test := nodeid.partition("[")[0]) in known:
                 found.add(test, "fail")
         found.notes.append(f"failures: {cache}")
     return found
-
-
-def _report_cases(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [
-            case for case in json.loads(path.read_text(encoding="utf-8"))["cases"] if case["case"] and case["status"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: no report of a run ({error!r}); run again, or name another with --report") from None
 
 
 def _junit_name(test: str) -> tuple[str, str]:
@@ -169,8 +159,9 @@ def _junit_name(test: str) -> tuple[str, str]:
 def _junit_outcomes(path: Path, names: Mapping[tuple[str, str], str]) -> Iterable[tuple[str, str]]:
     try:
         cases = list(xml.parse(path).iter("testcase"))
-    except xml.ParseError as error:
-        raise ValueError(f"{path}: no JUnit file ({error}); write one with --junitxml") from None
+    except (xml.ParseError, OSError, ValueError, LookupError) as error:  # the last two: of encodings
+        why = getattr(error, "strerror", None) or error
+        raise DocumentError(f"{path}: no JUnit file ({one_line(why, 200)}); write one with --junitxml") from None
     for case in cases:
         key = (case.get("classname", ""), case.get("name", "").partition("[")[0])
         if key in names:
@@ -190,8 +181,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         every = claims(sources())
         kills = read_kills(options.kill_matrix)
-        outcomes = read_outcomes(every, options.report, options.junit, options.cache)
-    except (MarkError, ValueError) as problem:
+        for flag, path in (("--report", options.report), ("--cache", options.cache)):
+            if path is not None and not path.exists():
+                raise DocumentError(f"{flag} {path}: there is no such file; name one that is there, or leave it out")
+        outcomes = read_outcomes(every, options.report or _REPORT, options.junit, options.cache or _CACHE)
+    except (MarkError, DocumentError) as problem:
         print(problem, file=sys.stderr)
         return 2
     faults = {fault.id: fault.requirement for fault in catalogue().values()}
@@ -223,7 +217,8 @@ def _table(rows: Sequence[Row], *, long: bool) -> list[str]:
     have = sum(bool(row.tests) for row in rows)
     proven = sum(bool(row.tests) and bool(row.faults) for row in rows)
     whole = sum(not row.missing for row in rows)
-    total = f"{len(rows)} requirements: {have} have tests, {proven} of these also a fault, {whole} miss nothing"
+    number = f"{len(rows)} requirement{'s' * (len(rows) != 1)}"
+    total = f"{number}: {have} have tests, {proven} of these also a fault, {whole} miss nothing"
     return [*lines, "", total]
 
 
@@ -233,18 +228,10 @@ def _parser() -> argparse.ArgumentParser:
         "numbers", nargs="*", type=int, metavar="NUMBER", help="these only, with tests and faults by name"
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", default=_REPORT, help="report.json (default: %(default)s)"
-    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help=f"report.json (default: {_REPORT})")
     parser.add_argument(
         "--junit", type=Path, metavar="FILE", action="append", default=[], help="what --junitxml wrote; may be repeated"
     )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="FILE",
-        default=_CACHE,
-        help="pytest's last failures, used without --junit",
-    )
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="pytest's last failures, used without --junit")
     parser.add_argument("--kill-matrix", type=Path, metavar="FILE", default=_MATRIX, help=argparse.SUPPRESS)
     return parser

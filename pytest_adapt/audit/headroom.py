@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_adapt.documents import DocumentError, fields, named, one_line, real, text
 from pytest_adapt.verdict.result import CaseResult
 
 __all__ = ["FILE", "Trend", "append", "main", "read", "trends", "uses_of"]
@@ -26,6 +27,7 @@ __all__ = ["FILE", "Trend", "append", "main", "read", "trends", "uses_of"]
 FILE = Path(".adapt/headroom.jsonl")
 KEPT_RUNS, KEPT_BYTES = 200, 8_000_000
 _ABOVE = 0.9
+_RUN = fields({"at": text, "target": text, "cells": named(real)})
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Trend:
         return self.uses[-1]
 
     @property
-    def change(self) -> float:
-        """The last use less the median of those before it; 0 for a single run."""
-        return self.last - statistics.median(self.uses[:-1]) if len(self.uses) > 1 else 0.0
+    def change(self) -> float | None:
+        """The last use less the median of those before it; None where there are none."""
+        return self.last - statistics.median(self.uses[:-1]) if len(self.uses) > 1 else None
 
 
 def uses_of(cases: Iterable[CaseResult]) -> dict[str, float]:
@@ -64,39 +66,47 @@ def uses_of(cases: Iterable[CaseResult]) -> dict[str, float]:
 def append(path: Path, target: str, cells: dict[str, float]) -> None:
     """Add one run. Runs that end at the same moment are both kept: a lock beside the file orders them.
 
-    Beyond 200 runs or 8 MB the oldest are dropped. Raises OSError where the file cannot be written.
+    Beyond 200 runs or 8 MB the oldest are dropped. What is there already is not understood here: bytes that are no run
+    stay, and cost no run of theirs. Raises OSError where the file cannot be written.
     """
     if not cells:
         return
-    line = json.dumps({"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "target": target, "cells": cells})
+    made = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "target": target, "cells": cells}
+    line = json.dumps(made, allow_nan=False).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        kept = text.splitlines()
+        held = path.read_bytes() if path.exists() else b""
+        kept = held.splitlines()
         if len(kept) < KEPT_RUNS and sum(map(len, kept)) + len(line) < KEPT_BYTES:
-            with path.open("a", encoding="utf-8") as file:
-                cut = text and not text.endswith("\n")  # by a full disk; the next line is whole again
-                file.write(("\n" if cut else "") + line + "\n")
+            with path.open("ab") as file:
+                cut = held and not held.endswith(b"\n")  # by a full disk; the next line is whole again
+                file.write((b"\n" if cut else b"") + line + b"\n")
             return
         kept = [*kept, line][-KEPT_RUNS:]
         while len(kept) > 1 and sum(map(len, kept)) > KEPT_BYTES:
             del kept[0]
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        partial.write_bytes(b"\n".join(kept) + b"\n")
         partial.replace(path)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The runs of a file, the oldest first; a line that is none (cut by a full disk) is left out. Raises OSError."""
-    runs = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The runs of a file, the oldest first, and how many lines are no JSON (cut by a full disk) and were left out.
+
+    Raises OSError, and DocumentError for a run of another shape: to leave that out could hide a cell.
+    """
+    runs, left_out = [], 0
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            run = json.loads(line)
-            runs.append({"at": str(run["at"]), "target": str(run["target"]), "cells": dict(run["cells"])})
-        except (ValueError, KeyError, TypeError):
+            run = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            left_out += bool(line.strip())
             continue
-    return runs
+        if (problem := _RUN(run)) is not None:
+            raise DocumentError(f"{path}: line {number}: {one_line(problem, 200).lstrip('.')}; take that line out")
+        runs.append(run)
+    return runs, left_out
 
 
 def trends(runs: Sequence[dict[str, Any]], target: str) -> list[Trend]:
@@ -107,15 +117,29 @@ def trends(runs: Sequence[dict[str, Any]], target: str) -> list[Trend]:
     return sorted(found, key=lambda one: (-one.last, one.cell))
 
 
+def _share(typed: str) -> float:
+    """A limit as it is typed."""
+    share = float(typed)
+    if not 0 <= share < math.inf:
+        raise argparse.ArgumentTypeError(f"{typed!r} is no share of a budget; write a number from 0 on, such as 0.9")
+    return share
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt headroom", description=__doc__)
     parser.add_argument("--file", type=Path, default=FILE, help="default: %(default)s")
     parser.add_argument("--target", metavar="SPEC", help="default: that of the last run")
-    parser.add_argument("--above", type=float, default=_ABOVE, metavar="SHARE", help="limit (default: %(default)s)")
+    parser.add_argument("--above", type=_share, default=_ABOVE, metavar="SHARE", help="limit (default: %(default)s)")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="cells to print (default: %(default)s)")
     options = parser.parse_args(list(arguments))
-    runs = read(options.file) if options.file.is_file() else []
+    try:
+        runs, left_out = read(options.file) if options.file.exists() else ([], 0)
+    except (DocumentError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if left_out:
+        print(f"{options.file}: {left_out} line{'s' * (left_out > 1)} left out: no JSON", file=sys.stderr)
     target = options.target or (runs[-1]["target"] if runs else "")
     found = trends(runs, target)
     if not found:
@@ -124,11 +148,13 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     above = [one for one in found if one.last > options.above]
     number = sum(run["target"] == target for run in runs)
-    print(f"{target}: {number} runs, {len(found)} cells in the last; share of the budget that was used")
+    counts = f"{number} run{'s' * (number > 1)}, {len(found)} cell{'s' * (len(found) > 1)} in the last"
+    print(f"{one_line(target)}: {counts}; share of the budget that was used")
     print(f"{'last':>6} {'change':>7} {'most':>6} {'runs':>5}  test | model | layout | precision | metric")
     for one in found[: max(options.count, len(above))]:
-        numbers = f"{one.last:6.1%} {one.change:+7.1%} {max(one.uses):6.1%} {len(one.uses):5d}"
-        print(f"{numbers}  {one.cell}{'  <- above' if one in above else ''}")
+        change = "first" if one.change is None else f"{one.change:+.1%}"
+        numbers = f"{one.last:6.1%} {change:>7} {max(one.uses):6.1%} {len(one.uses):5d}"
+        print(f"{numbers}  {one_line(one.cell)}{'  <- above' if one in above else ''}")
     bounds = (0.25, 0.5, 0.75, options.above, 1.0, math.inf)
     shares = [sum(low < one.last <= high for one in found) for low, high in zip((-1.0, *bounds), bounds, strict=False)]
     said = ", ".join(f"<= {high:.0%}: {share}" for high, share in zip(bounds[:-1], shares, strict=False))

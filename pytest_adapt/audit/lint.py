@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_adapt.arguments import existing
 from pytest_adapt.audit.marks import Claim, MarkError, claims, named_tests, requirement_titles, sources
 
 __all__ = ["Finding", "lint_budgets", "lint_goldens", "lint_requirements", "lint_waivers", "main"]
@@ -91,11 +92,11 @@ def lint_waivers(path: Path, report: Path, every: Sequence[Claim], today: dateti
 
 def lint_goldens(directory: Path | None) -> list[Finding]:
     """What `goldens verify` finds without a checkpoint (everything but changed weights and changed random prompts), and
-    counters on record of models and loads that are gone."""
+    what is wrong with counters on record."""
     from pytest_adapt.golden.lint import catalogue_keys, served_lengths, verify
     from pytest_adapt.golden.store import Store, StoreError, shipped_store
-    from pytest_adapt.perf.ledger import LedgerError
     from pytest_adapt.perf.ledger_cli import findings as counters_findings
+    from pytest_adapt.perf.ledger_cli import ledgers
 
     store = shipped_store() if directory is None else Store(directory)
     try:
@@ -103,12 +104,12 @@ def lint_goldens(directory: Path | None) -> list[Finding]:
         # A store of one's own need not hold everything; what it holds must be about something.
         keys = {name: key for name, key in catalogue_keys(store).items() if directory is None or name in there}
         findings = verify(store, keys, served=served_lengths())
-        gone = counters_findings(store.directory)
-    except (StoreError, LedgerError) as problem:
+    except StoreError as problem:
         return [Finding("goldens", str(problem))]
-    return [Finding("goldens", f"{one.kind}: {one.message}") for one in findings] + [
-        Finding("goldens", s) for s in gone
-    ]
+    said = [*(f"{one.kind}: {one.message}" for one in findings), *counters_findings(store.directory)]
+    if not said and not there and not ledgers(store.directory):
+        return [Finding("goldens", f"nothing was read: {store.directory} holds no record and no counters", note=True)]
+    return [Finding("goldens", one) for one in said]
 
 
 def lint_budgets(directory: Path | None, root: Path) -> list[Finding]:
@@ -147,7 +148,10 @@ def lint_budgets(directory: Path | None, root: Path) -> list[Finding]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    options = _parser().parse_args(list(arguments))
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
+    if options.waivers is None and "waivers" in (options.only or ()):
+        parser.error("argument --only: waivers needs --waivers FILE, which adapt_waivers in your ini file names")
     if options.rates:
         from pytest_adapt.audit.budgets import rates
         from pytest_adapt.golden.store import Store, shipped_store
@@ -166,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
 
         faults = {fault.id: fault.requirement for fault in catalogue().values()}
         found += lint_requirements(every, faults, requirement_titles())
-    if "waivers" in wanted and options.waivers is not None:
+    if "waivers" in wanted:
         found += lint_waivers(options.waivers, options.report, every, datetime.date.today())
     if "goldens" in wanted:
         found += lint_goldens(options.goldens)
@@ -183,7 +187,7 @@ def _last_run(report: Path) -> dict[str, Any]:
     """The last report; empty where there is none that can be read (`coverage` says so)."""
     try:
         raw = json.loads(report.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 
@@ -197,7 +201,7 @@ def _names_a_test(pattern: str, every: Sequence[Claim]) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt lint", description=__doc__)
     parser.add_argument("--waivers", type=Path, metavar="FILE", help="your list of known failures")
-    parser.add_argument("--goldens", type=Path, metavar="DIR", help="your own records (default: those that ship)")
+    parser.add_argument("--goldens", type=existing, metavar="DIR", help="your own records (default: those that ship)")
     parser.add_argument(
         "--report",
         type=Path,

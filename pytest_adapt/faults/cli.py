@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_adapt.documents import write as write_file
 from pytest_adapt.faults.matrix import MatrixError, load, shipped_matrix
 from pytest_adapt.faults.registry import catalogue
 from pytest_adapt.faults.waiting import waiting
@@ -29,14 +30,16 @@ def main(arguments: Sequence[str]) -> int:
         "--from",
         dest="source",
         type=Path,
-        default=_MEASURED,
         metavar="FILE",
-        help="the matrix that a selftest wrote (default: %(default)s)",
+        help=f"the matrix that a selftest wrote (default: {_MEASURED}, or the shipped one where there is none)",
     )
     matrix.add_argument(
         "--write", action="store_true", help="into this checkout: docs/kill-matrix.md and the shipped kill_matrix.json"
     )
+    matrix.add_argument("--partial", action="store_true", help="write it though faults, mutants or limits are missing")
     options = parser.parse_args(list(arguments))
+    if options.command == "matrix" and options.partial and not options.write:
+        matrix.error("--partial does nothing without --write")
     if options.command == "list" and options.commands:
         for fault in catalogue().values():
             print(fault.command)
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return 0
-    return _matrix(options.source, write=options.write)
+    return _matrix(options.source, write=options.write, partial=options.partial)
 
 
 def fault_rows() -> list[tuple[str, ...]]:
@@ -75,23 +78,32 @@ def _waiting_rows() -> list[tuple[str, ...]]:
     return [("fault", "waits for", "what goes wrong"), *((one.id, one.needs, one.title) for one in waiting())]
 
 
-def _matrix(source: Path, *, write: bool) -> int:
-    from pytest_adapt.selftest.page import summary_lines, write_page
+def _matrix(source: Path | None, *, write: bool, partial: bool) -> int:
+    from pytest_adapt.selftest.page import page, summary_lines
 
+    shipped = shipped_matrix()
+    if source is None:
+        source = _MEASURED if write or _MEASURED.exists() or not shipped.exists() else shipped
     try:
         found = load(source)
     except MatrixError as error:
         print(error, file=sys.stderr)
         return 2
-    for line in summary_lines(found):
+    for line in (*summary_lines(found), f"from {source}"):
         print(line)
     if not write:
         return 0
-    page = shipped_matrix().parents[2] / "docs" / "kill-matrix.md"
-    if not page.parent.is_dir():
-        print(f"--write: {page.parent} does not exist; the page is part of a checkout, not of a wheel", file=sys.stderr)
+    beside = shipped.parents[2] / "docs" / "kill-matrix.md"
+    problem = ""
+    if not beside.parent.is_dir():
+        problem = f"{beside.parent} does not exist; the page is part of a checkout, not of a wheel"
+    elif (lacking := found.lacking(catalogue())) and not partial:
+        problem = f"{source} lacks {', '.join(lacking)}; finish pytest --adapt-selftest, or write it with --partial"
+    if problem:
+        print(f"--write: {problem}", file=sys.stderr)
         return 2
-    found.save(shipped_matrix())
-    write_page(found, page)
-    print(f"written: {shipped_matrix()} and {page}")
+    texts = {shipped: found.text(), beside: page(found)}  # both, before either is replaced
+    for path, text in texts.items():
+        write_file(path, text)
+    print(f"written: {shipped} and {beside}")
     return 0

@@ -7,9 +7,10 @@ the original callable and returns its replacement.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +80,7 @@ class CountedSeams:
 
 
 class UnknownFault(ValueError):
-    """No fault has this id; the message lists those that exist."""
+    """No fault has this id; the message says what it waits for, or which ids are near."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +177,24 @@ def catalogue() -> Mapping[str, Fault]:
 
 def get(identifier: str) -> Fault:
     """The fault with this id: of the catalogue, or one of those that only a baseline shows (`slowness`). Raises
-    UnknownFault naming the known ones."""
+    UnknownFault."""
     from pytest_adapt.faults.slowness import SLOWDOWNS
 
     known = {**catalogue(), **SLOWDOWNS}
     if identifier not in known:
-        raise UnknownFault(f"no fault {identifier!r}; known: {', '.join(known)}")
+        raise UnknownFault(_unknown(identifier, tuple(known)))
     return known[identifier]
+
+
+def _unknown(identifier: str, known: Sequence[str]) -> str:
+    """What to do about an id that no fault has."""
+    from pytest_adapt.faults.waiting import waits
+
+    if reason := waits(identifier):
+        return reason
+    near = difflib.get_close_matches(identifier.upper(), known, 4, 0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"no fault {identifier[:40]!r}; {hint}python -m pytest_adapt faults list names all {len(known)}"
 
 
 def plant(seams: Seams, identifier: str) -> None:

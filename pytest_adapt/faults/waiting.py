@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-__all__ = ["Waiting", "waiting"]
+__all__ = ["Waiting", "waiting", "waits"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,16 @@ class Waiting:
     report: str
     title: str
     needs: str
+
+
+def waits(identifier: str) -> str:
+    """Why a known fault cannot be put in yet; "" where none that waits has this id."""
+    one = next((one for one in waiting() if one.id == identifier.upper()), None)
+    if one is None:
+        return ""
+    return (
+        f"fault {one.id} waits for {one.needs}: it cannot be put in yet (python -m pytest_adapt faults list --waiting)"
+    )
 
 
 def waiting() -> Sequence[Waiting]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pytest_adapt.arguments import folder, words
 from pytest_adapt.golden import review
 from pytest_adapt.golden.diff import classify, invisible
 from pytest_adapt.golden.lint import Finding, catalogue_keys, drift, orphans, served_lengths, verify
@@ -24,11 +25,16 @@ from pytest_adapt.target.protocol import TargetError
 __all__ = ["main"]
 
 _REFUSALS = ("structure", "many", "observed", "dirty", "unwitnessed")
+_NOTHING = "nothing was read: the store holds no record"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit code: 0 done, 1 a finding or refusal (one line on stderr), 2 wrong usage."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    reads = options.command in ("list", "verify", "prune") or (options.command == "review" and options.markdown)
+    if reads and options.store and not options.store.is_dir():
+        parser.error(f"argument --store: {options.store} is no directory")
     store = Store(options.store) if options.store else shipped_store()
     try:
         code: int = options.run(options, store)
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt goldens", description=__doc__)
-    parser.add_argument("--store", type=Path, metavar="DIR", help="your own records (default: those that ship)")
+    parser.add_argument("--store", type=folder, metavar="DIR", help="your own records (default: those that ship)")
     parser.add_argument("--pending", type=Path, metavar="DIR", default=Path(".adapt/pending"))
     parser.add_argument("--models-root", type=Path, metavar="DIR", default=Path(".adapt/models"))
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     accepting = add("accept", _accept, "take pending records in")
     accepting.add_argument("names", nargs="*", metavar="ID", help="record ids or shell patterns")
     accepting.add_argument("--all", action="store_true", help="every pending record")
-    accepting.add_argument("--reason", required=True, help="why they change; kept in the index")
+    accepting.add_argument("--reason", type=words, required=True, help="why they change; kept in the index")
     for name in _REFUSALS:
         accepting.add_argument(f"--allow-{name}", action="store_true")
     rejecting = add("reject", _reject, "delete pending records")
@@ -75,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--models", nargs="+", default=[], metavar="NAME", help="these only (default: all)")
     making.add_argument("--prompts", nargs="+", default=[], metavar="PROMPT", help="these only (default: all)")
     making.add_argument("--stale", action="store_true", help="only records that are missing, stale or damaged")
-    making.add_argument("--reason", required=True, help="why they are made; kept in the index")
+    making.add_argument("--reason", type=words, required=True, help="why they are made; kept in the index")
     return parser
 
 
@@ -85,6 +91,8 @@ def _list(options: argparse.Namespace, store: Store) -> int:
         print(f"{record_id:44} {entry.get('kind'):9} {entry.get('tokens'):5} tokens  {precisions}")
     pending = review.list_pending(options.pending)
     print(f"{len(store.entries)} records in {store.directory}, {len(pending)} pending in {options.pending}")
+    if not store.entries and not store.files():
+        print(_NOTHING)
     for line in review.table(store, pending):
         print(line)
     return 0
@@ -105,13 +113,13 @@ def _review(options: argparse.Namespace, store: Store) -> int:
         print(": ".join(review.classified(store, one)))
         answer = input("a accept, r reject, s skip > ").strip().lower()
         if answer == "a":
-            reason = input("reason > ").strip()
-            if not reason:
+            why = input("reason > ").strip()
+            if not why:
                 print("a record changes only for a reason; skipped")
                 continue
             try:
                 with _witness(options.models_root) as confirm:
-                    print("\n".join(review.accept(store, [one], provenance(reason), confirm=confirm)))
+                    print("\n".join(review.accept(store, [one], provenance(why, store.directory), confirm=confirm)))
             except (ReviewError, StoreError, TargetError) as problem:
                 print(problem)
         elif answer == "r":
@@ -121,10 +129,14 @@ def _review(options: argparse.Namespace, store: Store) -> int:
 
 def _accept(options: argparse.Namespace, store: Store) -> int:
     chosen = _chosen(options)
-    print("\n".join(review.table(store, chosen)) or "nothing is pending")
+    if not chosen:
+        print(f"nothing is pending in {options.pending}")
+        return 0
+    print("\n".join(review.table(store, chosen)))
+    told = provenance(options.reason, store.directory)
     allowed = {f"allow_{name}": getattr(options, f"allow_{name}") for name in _REFUSALS}
     with _witness(options.models_root) as confirm:
-        for line in review.accept(store, chosen, provenance(options.reason), confirm=confirm, **allowed):
+        for line in review.accept(store, chosen, told, confirm=confirm, **allowed):
             print(line)
     return 0
 
@@ -149,6 +161,8 @@ def _verify(options: argparse.Namespace, store: Store) -> int:
     for line in drift(store, environment()):
         print(f"drift: {line}")
     print(f"{len(store.entries)} records, {len(tasks)} expected, {len(findings)} findings")
+    if not store.entries and not store.files():
+        print(_NOTHING)
     return 1 if findings else 0
 
 
@@ -245,7 +259,7 @@ def _make(options: argparse.Namespace, store: Store) -> int:
         tasks = {name: task for name, task in tasks.items() if store.lookup(task.key).status != "ok"}
     if options.prompts:
         tasks = {name: task for name, task in tasks.items() if task.key.prompt in options.prompts}
-    told = provenance(options.reason)
+    told = provenance(options.reason, store.directory)
     witness = Witness()
     try:
         for record_id, task in tasks.items():

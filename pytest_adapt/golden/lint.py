@@ -140,23 +140,28 @@ def _origin(record_id: str, entry: Mapping[str, Any]) -> list[Finding]:
     """What is missing of who made a record, and of who confirmed it."""
     told = entry.get("provenance") or {}
     found = []
-    if absent := [name for name in _PROVENANCE if not told.get(name)]:
+    said = {name: value.strip() if isinstance(value, str) else value for name, value in told.items()}
+    if absent := [name for name in _PROVENANCE if not said.get(name)]:
         reason = f"{record_id} does not say its {' and '.join(absent)}; make it again with goldens make or accept"
         found.append(Finding("unprovenanced", record_id, reason))
     if entry.get("kind") != "reference":
         return found
     witness = told.get("witness") or {}
-    name, use = str(witness.get("name", "")), witness.get("use_of_budget", 0.0)
+    name, use = witness.get("name") or "", witness.get("use_of_budget")
+    confirms = isinstance(use, int | float) and not isinstance(use, bool) and 0.0 <= use <= 1.0
     if not name:
         reason = f"{record_id} has no second witness; make it again with transformers installed"
-        found.append(Finding("unwitnessed", record_id, reason))
+    elif not isinstance(name, str) or name != name.strip():
+        reason = f"{record_id}: its witness {name!r} is no name, or has stray spaces; make it again"
     elif name.lower().startswith(_OURS):
         reason = f"{record_id}: its witness {name} is this project's own code, and not independent; use another engine"
-        found.append(Finding("unwitnessed", record_id, reason))
-    elif not use <= 1.0:
+    elif "use_of_budget" not in witness:
+        reason = f"{record_id}: how far its witness {name} was away is not told (use_of_budget); make it again"
+    elif not confirms:
         reason = f"{record_id}: its witness {name} was {use} of the budget away, which confirms nothing; make it again"
-        found.append(Finding("unwitnessed", record_id, reason))
-    return found
+    else:
+        return found
+    return [*found, Finding("unwitnessed", record_id, reason)]
 
 
 def _placeholder(record: Record) -> str:

@@ -119,16 +119,21 @@ class Witness:
         return self._open[1]
 
 
-def provenance(reason: str) -> dict[str, Any]:
-    """Who makes records, when, with what and why. Stands beside the data, outside its digest."""
+def provenance(reason: str, store: Path) -> dict[str, Any]:
+    """Who makes records, when, with what and why. Stands beside the data, outside its digest.
+
+    ``commit`` is that of the repository which keeps the ``store``, ``dirty`` whether it has changes outside the store.
+    """
     import pytest_adapt
 
-    commit = _git("rev-parse", "HEAD")
-    changed = [line for line in _git("status", "--porcelain").splitlines() if not line[3:].startswith("goldens/")]
+    store = store.absolute()
+    start = next(place for place in (store, *store.parents) if place.is_dir())
+    commit = _git(start, "rev-parse", "HEAD")
+    changed = _git(start, "status", "--porcelain", "--", ":/", f":(exclude){store.relative_to(start)}")
     return {
         "reason": reason,
         "generator": f"pytest-adapt {pytest_adapt.__version__}",
-        "made_by": _git("config", "user.name"),
+        "made_by": _git(start, "config", "user.name"),
         "made_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
         "dirty": bool(changed),
@@ -153,9 +158,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def _git(*arguments: str) -> str:
+def _git(directory: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -30,6 +30,7 @@ __all__ = [
     "RecordKey",
     "answer_errors",
     "content_digest",
+    "is_record_id",
     "live_record",
     "make_record",
     "tokens_digest",
@@ -41,6 +42,11 @@ record of the same prompt, never in its place."""
 SCHEMA = 1
 """Raised when the meaning of a stored array changes; records of another schema are stale."""
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]*")
+
+
+def is_record_id(name: object) -> bool:
+    """Whether this may be the name of a record, and so of a file in a store: no separator, no ``..``, not empty."""
+    return isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
 
 
 class RecordError(Exception):
@@ -64,7 +70,7 @@ class RecordKey:
         """Name of the record and stem of its file: ``model.prompt.class``."""
         parts = (self.model, self.prompt, self.math_class)
         for part in parts:
-            if not _IDENTIFIER.fullmatch(part):
+            if not is_record_id(part):
                 raise RecordError(f"record name part {part!r}: letters, digits, '.', '_', '+' and '-' only")
         return ".".join(parts)
 

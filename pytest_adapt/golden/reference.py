@@ -114,16 +114,19 @@ class OracleReference:
         if self.cache is None:
             return make_record(self.oracle, key, tokens, precisions)
         parts = [key.weight_digest, key.spec_hash, key.prompts_digest, *precisions, _code_digest()]
-        path = self.cache / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:40]}.safetensors"
+        name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:40]
+        path = self.cache / f"{name}.safetensors"
+        # Files get copied, renamed and restored: what one is of stands in it, under its digest.
+        own = replace(key, model="cache", prompt=name)
         if path.exists():
-            try:
-                return Record.load(path)
-            except RecordError:
-                pass  # a torn cache file is made again, below
-        record = make_record(self.oracle, key, tokens, precisions)
+            with contextlib.suppress(RecordError):  # a torn file is made again, as one of something else is
+                found = Record.load(path)
+                if found.key == own:
+                    return replace(found, key=key)
+        record = make_record(self.oracle, own, tokens, precisions)
         with contextlib.suppress(OSError):  # a place that cannot be written costs time, not the verdict
             record.save(path)
-        return record
+        return replace(record, key=key)
 
 
 class _OnDemand(Mapping[str, EmulationErrors]):

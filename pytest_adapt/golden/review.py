@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pytest_adapt.golden.diff import BUCKETS, CLASSES, RecordDiff, classify, compare, environment_changes
-from pytest_adapt.golden.record import OBSERVED, Record, RecordError
+from pytest_adapt.golden.record import OBSERVED, Record, RecordError, is_record_id
 from pytest_adapt.golden.reference import observed_values
 from pytest_adapt.golden.store import SUFFIX, Store
 from pytest_adapt.target.protocol import Response
@@ -38,6 +38,7 @@ __all__ = [
 
 # More than this share of a store at once is a change of everything, not of something.
 _MANY = 0.2
+_KINDS = ("new", "update", "observed")
 
 
 class ReviewError(Exception):
@@ -107,7 +108,14 @@ def list_pending(folder: Path) -> list[Pending]:
     for note in sorted(folder.glob("*.json")):
         try:
             raw = json.loads(note.read_text(encoding="utf-8"))
-            found.append(Pending(path=note.with_suffix(SUFFIX), **raw))
+            one = Pending(path=note.with_suffix(SUFFIX), **raw)
+            if not is_record_id(one.record_id):
+                raise ValueError(f"record_id {one.record_id!r} is no record's name")
+            if one.kind not in _KINDS:
+                raise ValueError(f"kind {one.kind!r}; kinds are {', '.join(_KINDS)}")
+            if not isinstance(one.provenance, dict):
+                raise ValueError(f"provenance {one.provenance!r} is no object")
+            found.append(one)
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"{note}: not the note of a pending record ({error}); delete it") from error
     return found
@@ -220,7 +228,10 @@ def accept(
             raise ReviewError(f"{pending.record_id} is pending from two cases; accept one by its file name")
         by_record[pending.record_id] = pending
     if provenance.get("dirty") and not allow_dirty:
-        raise ReviewError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
+        raise ReviewError(
+            f"the working tree that holds {store.directory} has changes outside it; commit them, or --allow-dirty (it "
+            "is noted)"
+        )
     for pending in chosen:
         if pending.run_had_errors:
             raise ReviewError(f"{pending.record_id}: the run that proposed it had errors; run it again")

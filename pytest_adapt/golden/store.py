@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_adapt.golden.record import SCHEMA, Record, RecordError, RecordKey
+from pytest_adapt.golden.record import SCHEMA, Record, RecordError, RecordKey, is_record_id
 
 __all__ = ["INDEX", "Lookup", "Store", "StoreError", "shipped_store"]
 
 INDEX = "index.json"
 SUFFIX = ".safetensors"
+KINDS = ("reference", "observed")
 
 
 class StoreError(Exception):
@@ -76,7 +77,7 @@ class Store:
             record = Record.load(path)
         except RecordError as problem:
             return Lookup("damaged", reason=str(problem))
-        if record.digest() != entry.get("digest"):
+        if record.digest() != entry.get("digest") or record.key.id != key.id:
             return Lookup("damaged", reason=f"{path} is not the record that {INDEX} lists; restore both, or {remake}")
         changed = _changed(record.key, key)
         if changed:
@@ -101,7 +102,7 @@ class Store:
         record.save(self.path(record.key.id))
         self.entries[record.key.id] = {
             "id": record.key.id,
-            "kind": "observed" if record.source.startswith("target") else "reference",
+            "kind": KINDS[record.source.startswith("target")],
             "schema": SCHEMA,
             "digest": record.digest(),
             "tokens": len(record.tokens),
@@ -125,12 +126,18 @@ class Store:
             return {}
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            entries = {str(entry["id"]): dict(entry) for entry in raw["records"]}
+            listed, schema = list(raw["records"]), raw["schema"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(
                 f"{path}: cannot be read as an index ({error!r}); restore it from version control"
             ) from error
-        if len(entries) != len(raw["records"]):
+        if schema != SCHEMA:
+            raise StoreError(f"{path}: schema {schema!r}, this version reads {SCHEMA}; make the records again")
+        for number, entry in enumerate(listed, start=1):
+            if wrong := _malformed(entry):
+                raise StoreError(f"{path}: entry {number}: {wrong}; restore it from version control")
+        entries = {entry["id"]: entry for entry in listed}
+        if len(entries) != len(listed):
             raise StoreError(f"{path}: a record is listed twice; restore it from version control")
         return entries
 
@@ -150,6 +157,35 @@ def shipped_store() -> Store:
     package = Path(__file__).resolve().parent.parent
     inside = package / "goldens"
     return Store(inside if inside.is_dir() else package.parent / "goldens", read_only=inside.is_dir())
+
+
+def _malformed(entry: Any) -> str:
+    """What in one entry of an index has a form that nothing may rely on; empty where all is well.
+
+    What is of the right form and says too little (no reason, no witness) is left to `golden.lint`.
+    """
+    if not isinstance(entry, dict):
+        return f"{entry!r} is no object"
+    name = entry.get("id")
+    if not is_record_id(name):
+        return f"id {name!r} is no record's name: letters, digits, '.', '_', '+' and '-' only, and no '.' first"
+    if entry.get("kind") not in KINDS:
+        return f"{name}: kind {entry.get('kind')!r}; kinds are {' and '.join(KINDS)}"
+    told = entry.get("provenance") or {}
+    forms: tuple[tuple[str, Any, type, str], ...] = (
+        ("digest", entry.get("digest"), str, "text"),
+        ("tokens", entry.get("tokens"), int, "a whole number"),
+        ("precisions", entry.get("precisions"), list, "a list"),
+        ("provenance", told, dict, "an object"),
+    )
+    if isinstance(told, dict):
+        forms += tuple((f"its {one}", told.get(one) or {}, dict, "an object") for one in ("environment", "witness"))
+    for what, value, form, said in forms:
+        if not isinstance(value, form) or isinstance(value, bool):
+            return f"{name}: {what} is {value!r}, and not {said}"
+    if wrong := [one for one in entry["precisions"] if not isinstance(one, str)]:
+        return f"{name}: precision {wrong[0]!r} is no name"
+    return ""
 
 
 def _changed(found: RecordKey, wanted: RecordKey) -> str:

@@ -45,6 +45,11 @@ class ModelEntry:
     recipe: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How the weights are drawn: seed, selection_bias, expert cut."""
 
+    @property
+    def least_context(self) -> int:
+        """Of a needle model: the shortest context that holds a question, its first boundary from the window on."""
+        return min(edge for edge in self.contexts if edge >= int(self.config.get("sliding_window") or 0))
+
 
 def catalogue() -> dict[str, ModelEntry]:
     """Every conformance model by name, sorted by name. Reads the shipped manifests, imports nothing else."""

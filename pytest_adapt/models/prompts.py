@@ -12,9 +12,11 @@ from typing import Any
 from pytest_adapt.models.entries import ModelEntry, ModelError
 from pytest_adapt.models.tokenizer import plain_ids
 
-__all__ = ["LONGEST", "ordinary", "prompts_of", "random_tokens", "record_names", "shipped"]
+__all__ = ["LONGEST", "SEARCHED", "lengths_of", "ordinary", "prompts_of", "random_tokens", "record_names", "shipped"]
 
 LONGEST = 4096
+SEARCHED = 4
+"""Tokens of the prompt that is searched for a directory that routes."""
 _RANDOM_LENGTHS = (1, 37, 150, 301)  # one token, and lengths that end inside a page of 16
 
 
@@ -55,6 +57,20 @@ def shipped(entry: ModelEntry) -> Mapping[str, tuple[int, ...]]:
         return {}
     raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {key: tuple(value) for key, value in raw["prompts"].items()}
+
+
+def lengths_of(entry: ModelEntry) -> dict[str, int]:
+    """Prompt -> its length, of every prompt that tests get; no checkpoint is needed."""
+    found: dict[str, int] = {}
+    if entry.kind == "directory" and "num_experts_per_tok" in entry.config:
+        found[f"searched-{SEARCHED}"] = SEARCHED
+    for name in entry.prompts:
+        if name in ("random", "boundary"):
+            lengths = _RANDOM_LENGTHS if name == "random" else _boundary_lengths(entry)
+            found |= {f"{name}-{length}": length for length in lengths}
+        else:
+            found |= {key: len(ids) for key, ids in shipped(entry).items() if key.startswith(f"{name}-")}
+    return found
 
 
 def record_names(entry: ModelEntry) -> dict[str, tuple[int, ...]]:

@@ -72,14 +72,16 @@ def words_of(entry: ModelEntry) -> Vocabulary:
 
 
 def recalls(entry: ModelEntry, context: int) -> tuple[Recall, ...]:
-    """The prompts of one context length (`TAIL` tokens longer at most). Raises ModelError for no needle model."""
-    words = words_of(entry)
-    edges = [edge for edge in entry.contexts if edge <= context]
+    """The prompts of one context length (`TAIL` tokens longer at most). Raises ModelError for no needle model, and for
+    a context that holds no question."""
+    words, least = words_of(entry), entry.least_context
+    if context < least:
+        raise ModelError(f"model {entry.name}: a context of {context} holds no question; the least is {least}")
     window = int(entry.config.get("sliding_window") or 0)
+    edges = [edge for edge in entry.contexts if window <= edge <= context]
     if window:
         # An edge's needles lie where an edge of one window less has its questions: neighbours go to different prompts.
-        beyond = [edge for edge in edges if edge >= window]
-        parts = [part for part in (beyond[0::2], beyond[1::2]) if part]
+        parts = [part for part in (edges[0::2], edges[1::2]) if part]
         return tuple(
             _windowed(words, f"{entry.name}.window-{context}-{number}", part, window)
             for number, part in enumerate(parts)

@@ -24,6 +24,7 @@ __all__ = [
     "rotate",
     "sigmoid",
     "silu",
+    "weighted",
 ]
 
 # Query rows of one attention block: memory is rows x T per head, never T x T.
@@ -130,7 +131,17 @@ def rotate(
 def attend(
     n: Numerics, attn: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int
 ) -> np.ndarray:
-    """Causal softmax attention: q [T, H, d], k [T, G, d], v [T, G, dv] -> context [T, H, dv].
+    """Causal softmax attention: q [T, H, d], k [T, G, d], v [T, G, dv] -> context [T, H, dv], a site.
+
+    See `weighted`.
+    """
+    return n.site(f"{attn}.context", weighted(n, attn, q, k, v, scale, window))
+
+
+def weighted(
+    n: Numerics, attn: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int
+) -> np.ndarray:
+    """The values that each query sees, weighted by causal softmax attention; the shapes of `attend`.
 
     Query t sees keys max(0, t - window + 1) .. t: with a window exactly ``window`` keys, itself included.
     Query head h reads key-value head h * G // H.
@@ -155,7 +166,7 @@ def attend(
         weights = np.exp(scores, out=scores)
         probs = n.inner(f"{attn}.probs", weights / n.total(weights))
         context[start:stop] = np.swapaxes(n.matmul(probs, v[:, first:stop]), 0, 1)
-    return n.site(f"{attn}.context", context)
+    return context
 
 
 def grouped_query_attention(
@@ -199,7 +210,8 @@ def latent_attention(
     interleaved: bool,
     window: int,
 ) -> np.ndarray:
-    """Multi-head latent attention (arXiv 2405.04434 §2.1), keys and values expanded from the latent.
+    """Multi-head latent attention (arXiv 2405.04434 §2.1), keys and values expanded from the latent. With
+    ``n.absorbed`` queries and contexts go through the expanding weights instead, and attention works on the latent.
 
     Each head's query and key are [position-free part | rotated part]; the rotated key is shared by all heads.
     """
@@ -223,11 +235,24 @@ def latent_attention(
 
     q_rope = rotate(n, f"{attn}.q_rope", q[..., spec.nope :], tables, interleaved)
     k_rope = rotate(n, f"{attn}.k_rope", shared_key, tables, interleaved)
-    q = np.concatenate([q[..., : spec.nope], q_rope], axis=-1)
-    k = np.concatenate([expanded[..., : spec.nope], np.repeat(k_rope, spec.heads, axis=1)], axis=-1)
-    context = attend(n, attn, q, k, expanded[..., spec.nope :], spec.scale, window).reshape(tokens, -1)
+    if n.absorbed:
+        up = n.parameter(f"{weights}.kv_b_proj.weight").reshape(spec.heads, spec.nope + spec.value, spec.kv_lora)
+        q_latent = n.inner(f"{attn}.q_latent", _by_head(n, q[..., : spec.nope], up[:, : spec.nope]))
+        held = latent[:, None, :]
+        q, k = np.concatenate([q_latent, q_rope], axis=-1), np.concatenate([held, k_rope], axis=-1)
+        seen = n.inner(f"{attn}.context_latent", weighted(n, attn, q, k, held, spec.scale, window))
+        context = n.site(f"{attn}.context", _by_head(n, seen, np.swapaxes(up[:, spec.nope :], 1, 2)))
+    else:
+        q = np.concatenate([q[..., : spec.nope], q_rope], axis=-1)
+        k = np.concatenate([expanded[..., : spec.nope], np.repeat(k_rope, spec.heads, axis=1)], axis=-1)
+        context = attend(n, attn, q, k, expanded[..., spec.nope :], spec.scale, window)
     out_bias = f"{weights}.o_proj.bias" if spec.bias else None
-    return n.site(f"{attn}.out", n.linear(context, f"{weights}.o_proj.weight", out_bias))
+    return n.site(f"{attn}.out", n.linear(context.reshape(tokens, -1), f"{weights}.o_proj.weight", out_bias))
+
+
+def _by_head(n: Numerics, x: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+    """x [T, H, a] times each head's matrix [H, a, b]: [T, H, b]."""
+    return np.swapaxes(n.matmul(np.ascontiguousarray(np.swapaxes(x, 0, 1)), matrices), 0, 1)
 
 
 def feed_forward(

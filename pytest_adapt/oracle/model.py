@@ -86,6 +86,7 @@ class Oracle:
         replay: Mapping[int, np.ndarray] | None = None,
         rows: Sequence[int] | None = None,
         sized: bool = False,
+        absorbed: bool = False,
     ) -> Trace:
         """Run the model on a token sequence.
 
@@ -94,6 +95,7 @@ class Oracle:
         value in ``Trace.own`` and goes on with the given one, so own minus given is the error of one operation.
         replay: layer -> expert ids [T, k], forces just these. rows: rows of which logits are wanted.
         sized: ``Trace.terms`` gets the size of the partial sums of forced sites that are one matrix product.
+        absorbed: latent attention works on the latent.
         Raises OracleError for tokens outside the vocabulary, sites that do not occur, shapes that do not fit, and
         weights that make float64 logits infinite or NaN.
         """
@@ -110,7 +112,7 @@ class Oracle:
         trace = Trace(tokens=tuple(int(token) for token in ids), logits=np.empty(0))
         run = _Run(
             self.spec,
-            Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given, sized),
+            Numerics(self.checkpoint.tensor, self.spec.architecture, rounding, record, given, sized, absorbed),
             given,
             trace,
         )
@@ -126,6 +128,14 @@ class Oracle:
                 f"forced {unused[0]}: no such site in {self.spec.architecture} of {self.checkpoint.directory}"
             )
         return trace
+
+    def emulations(
+        self, tokens: Sequence[int], rounding: Rounding, forced: Mapping[str, np.ndarray]
+    ) -> tuple[Trace, ...]:
+        """A run for each way in which sound engines compute the same: latent attention on expanded keys and values, as
+        in prefill, and on the latent, as in decode, which rounds elsewhere and sums other terms."""
+        ways = (False, True) if isinstance(self.spec.attention, Latent) else (False,)
+        return tuple(self.run(tokens, rounding=rounding, forced=forced, absorbed=way) for way in ways)
 
 
 class _Run:

@@ -37,6 +37,7 @@ class Numerics:
         record: tuple[str, ...] = (),
         forced: Mapping[str, np.ndarray] | None = None,
         sized: bool = False,
+        absorbed: bool = False,
     ) -> None:
         self._weight = weight
         self._architecture = architecture
@@ -48,6 +49,8 @@ class Numerics:
         self.own: dict[str, np.ndarray] = {}
         self.terms: dict[str, np.ndarray] = {}
         self._sized = sized
+        self.absorbed = absorbed
+        """Of latent attention: whether it works on the latent, see `blocks.latent_attention`."""
         self._latest: tuple[np.ndarray | None, np.ndarray] = (None, np.empty(0))
 
     @property

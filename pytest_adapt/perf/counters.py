@@ -13,23 +13,22 @@ if TYPE_CHECKING:
     from pytest_adapt.open_target import OpenTarget
     from pytest_adapt.perf.loads import Load
 
-__all__ = ["count", "held_against", "key_of"]
+__all__ = ["cell_of", "count", "held_against"]
 
 _SHOWN = 12
 
 
-def key_of(target: OpenTarget, model: ModelHandle, load: str) -> str:
-    """Key of a case in a ledger."""
-    deployment = target.deployment
-    return f"{model.name} {deployment.layout} {deployment.precision} {load}"
+def cell_of(target: OpenTarget, model: ModelHandle) -> str:
+    """Model, layout and precision, as a ledger names them."""
+    return f"{model.name} {target.deployment.layout} {target.deployment.precision}"
 
 
 def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     """Run a load on a freshly opened deployment and count.
 
-    A number that the load changes counts as the change, one that it leaves alone as it stands (bytes of weights and
-    cache); what is no whole number (shares, seconds) is no counter. Raises Verdict unsupported where the target counts
-    nothing.
+    A number that the load raises counts as the rise, one that it leaves alone as it stands (bytes of weights and
+    cache); what falls, is below 0 or is no whole number (shares, seconds) is no counter. Raises Verdict unsupported
+    where the target counts nothing.
     """
     target.restart()
     target.profile("counts")
@@ -49,16 +48,17 @@ def count(target: OpenTarget, model: ModelHandle, load: Load) -> Row:
     counters = {
         name: round(value - before.get(name, 0.0)) if value != before.get(name, 0.0) else round(value)
         for name, value in sorted(after.items())
-        if value.is_integer() and before.get(name, 0.0).is_integer() and not name.endswith(("seconds", "share"))
+        if value.is_integer() and before.get(name, 0.0).is_integer() and value >= max(0.0, before.get(name, 0.0))
+        if not name.endswith(("seconds", "share"))
     }
     names = BUILD if target.deployment.precision == "fp32" else BUILD + ROUNDED
     told = {name: str(value) for name, value in target.info.environment.items() if name in names}
-    return Row(key_of(target, model, load.name), counters, told, _spec(model))
+    return Row(f"{cell_of(target, model)} {load.name}", counters, told, _spec(model))
 
 
 def held_against(ledger: Ledger | None, found: Row | None, target: str) -> tuple[Status, str]:
-    """(status, why) of what was counted: pass, unchecked (no record of this target, or of another build of it), new,
-    stale or mismatch."""
+    """(status, why) of what was counted: pass, unchecked (``target`` has none, or those of another build), new, stale
+    or mismatch."""
     accepting = "record: --adapt-goldens=new, then python -m pytest_adapt counters accept"
     if ledger is None or found is None:
         return Status.UNCHECKED, f"no counters of {target} are on record; {accepting}"

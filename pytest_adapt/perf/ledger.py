@@ -61,6 +61,23 @@ class Row:
     """Hash of the model's specification; "" for a directory of the user's."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, raw: Any) -> Row:
+        """A row as it was written. Raises ValueError, one line that names the case, for one of another form."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("key"), str) or len(raw["key"].split(" ")) < 4:
+            raise ValueError(f"{_brief(raw)} has no key of model, layout, precision and load")
+        row = cls(**raw)
+        if not isinstance(row.counters, dict) or not row.counters:
+            raise ValueError(f"{row.key}: counters are {_brief(row.counters)}, and no object that holds any")
+        for name, count in row.counters.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"{row.key}: {name} is {_brief(count)}; counters are whole numbers from 0 on")
+        if not isinstance(row.build, dict) or any(not isinstance(value, str) for value in row.build.values()):
+            raise ValueError(f"{row.key}: build is {_brief(row.build)}, and no object of texts")
+        if not isinstance(row.spec, str) or not isinstance(row.provenance, dict):
+            raise ValueError(f"{row.key}: spec must be text, and provenance an object")
+        return row
+
     @property
     def load(self) -> str:
         return self.key.rsplit(" ", 1)[-1]
@@ -69,6 +86,11 @@ class Row:
     def cell(self) -> str:
         """Model, layout and precision."""
         return self.key.rsplit(" ", 1)[0]
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
 @dataclass(frozen=True)
@@ -126,11 +148,16 @@ class Ledger:
     @classmethod
     def find(cls, folders: Iterable[Path], target: str) -> Ledger | None:
         """The ledger of a target in the first of these stores that has one. Raises LedgerError."""
-        for folder in folders:
-            path = cls.place(folder, target)
-            if path.is_file():
-                return cls.read(path)
-        return None
+        return next((found for folder in folders if (found := cls.within(folder, target)) is not None), None)
+
+    @classmethod
+    def within(cls, folder: Path, target: str) -> Ledger | None:
+        """The ledger of a target in one store; None where it has none. Raises LedgerError."""
+        path = cls.place(folder, target)
+        found = cls.read(path) if path.is_file() else None
+        if found is not None and found.target != target:
+            raise LedgerError(f"{path}: holds the counters of {found.target}, and {target} would be kept there too")
+        return found
 
     @classmethod
     def place(cls, folder: Path, target: str) -> Path:
@@ -145,12 +172,17 @@ class Ledger:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["schema"] != SCHEMA:
                 raise LedgerError(f"{path}: schema {raw['schema']!r}, this version reads {SCHEMA}; record it again")
-            rows = [Row(**one) for one in raw["cases"]]
+            target, rows = raw["target"], [Row.of(one) for one in raw["cases"]]
+            if not isinstance(target, str) or cls.place(path.parent.parent, target).name != path.name:
+                raise ValueError(f"target is {_brief(target)}, which is not kept under this name")
+            keys = [row.key for row in rows]
+            if twice := sorted({key for key in keys if keys.count(key) > 1}):
+                raise ValueError(f"{twice[0]}: listed twice")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise LedgerError(
-                f"{path}: cannot be read as counters ({error!r}); restore it from version control"
+                f"{path}: cannot be read as counters ({_why(error)}); restore it from version control"
             ) from None
-        return cls(path, str(raw["target"]), {row.key: row for row in rows})
+        return cls(path, target, {row.key: row for row in rows})
 
     def write(self) -> None:
         """In one step, sorted, one line a case."""
@@ -200,10 +232,20 @@ def pending(folder: Path) -> list[Proposal]:
     for path in sorted((folder / FOLDER).glob("[0-9a-f]*.json")):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Proposal(**{**raw, "row": Row(**raw["row"]), "path": path}))
+            one = Proposal(**{**raw, "row": Row.of(raw["row"]), "path": path})
+            if not one.target or not all(
+                isinstance(text, str) for text in (one.target, one.kind, one.case, one.reason)
+            ):
+                raise ValueError("target, kind, case and reason must be text, and target not empty")
+            found.append(one)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise LedgerError(f"{path}: no proposal of counters ({error!r}); delete it") from None
+            raise LedgerError(f"{path}: no proposal of counters ({_why(error)}); delete it") from None
     return sorted(found, key=lambda one: (one.target, one.row.key))
+
+
+def _why(error: Exception) -> str:
+    """A ValueError of this module says in words what is wrong; what Python raises needs its kind."""
+    return str(error) if type(error) is ValueError else repr(error)
 
 
 def accept(
@@ -217,13 +259,15 @@ def accept(
     """Take proposals into the store in ``folder`` and delete them; what happened, one line each. Raises LedgerError
     before anything is written."""
     if provenance.get("dirty") and not allow_dirty:
-        raise LedgerError("the working tree has changes outside goldens/; commit them, or --allow-dirty (it is noted)")
+        raise LedgerError(
+            f"the working tree that holds {folder} has changes outside it; commit them, or --allow-dirty (it is noted)"
+        )
     ledgers: dict[str, Ledger] = {}
     said = []
     for one in chosen:
-        path = Ledger.place(folder, one.target)
         if one.target not in ledgers:
-            ledgers[one.target] = Ledger.read(path) if path.is_file() else Ledger(path, one.target)
+            path = Ledger.place(folder, one.target)
+            ledgers[one.target] = Ledger.within(folder, one.target) or Ledger(path, one.target)
     for target, ledger in ledgers.items():
         changing = [one for one in chosen if one.target == target and one.row.key in ledger.rows]
         if len(changing) > max(1, _MANY * len(ledger.rows)) and not allow_many:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_adapt.arguments import folder, words
 from pytest_adapt.perf.ledger import (
     FOLDER,
     Ledger,
@@ -21,19 +22,23 @@ from pytest_adapt.perf.ledger import (
 )
 from pytest_adapt.perf.loads import LOADS
 
-__all__ = ["findings", "main"]
+__all__ = ["findings", "ledgers", "main"]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; 0 done, 1 a finding or a refusal, 2 wrong usage."""
-    options = _parser().parse_args(list(arguments))
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
     from pytest_adapt.golden.store import shipped_store
 
     store = options.store or shipped_store().directory
     try:
         if options.command == "verify":
-            found = findings(store)
-            print("\n".join([*found, f"{store / FOLDER}: {len(found)} findings"]))
+            if not store.is_dir():
+                parser.error(f"argument --store: {store} is no directory")
+            found, files = findings(store), len(ledgers(store))
+            read = f"{files} files" if files else "nothing was read: it holds no counters"
+            print("\n".join([*found, f"{store / FOLDER}: {len(found)} findings ({read})"]))
             return 1 if found else 0
         every = pending(options.pending)
         if options.command == "list":
@@ -48,8 +53,11 @@ def main(arguments: Sequence[str]) -> int:
             raise LedgerError(f"{store} ships with pytest-adapt and is read-only; give --store, your adapt_goldens_dir")
         from pytest_adapt.golden.make import provenance
 
+        if not chosen:
+            print(f"nothing is pending in {options.pending / FOLDER}")
+            return 0
         print("\n".join(_table(store, chosen)))
-        told = provenance(options.reason)
+        told = provenance(options.reason, store)
         kept = {name: told[name] for name in ("reason", "generator", "made_by", "made_at", "commit", "dirty")}
         said = accept(store, chosen, kept, allow_many=options.allow_many, allow_dirty=options.allow_dirty)
         print("\n".join(said))
@@ -60,13 +68,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def findings(store: Path) -> list[str]:
-    """What is wrong with the ledgers of a store, without a run: rows whose model or load is gone."""
+    """What is wrong with the ledgers of a store, without a run: files that cannot be read as counters, and rows whose
+    model or load is gone."""
     from pytest_adapt.models import catalogue
 
     known = catalogue()
     found = []
-    for path in sorted((store / FOLDER).glob("*.json")):
-        for row in Ledger.read(path).rows.values():
+    for path in ledgers(store):
+        try:
+            rows = Ledger.read(path).rows.values()
+        except LedgerError as problem:
+            found.append(f"damaged: {problem}")
+            continue
+        for row in rows:
             model = row.cell.rsplit(" ", 2)[0]
             if row.load not in LOADS:
                 found.append(f"gone: {path.name}: {row.key}: no load {row.load!r}; loads are {', '.join(LOADS)}")
@@ -75,13 +89,18 @@ def findings(store: Path) -> list[str]:
     return found
 
 
+def ledgers(store: Path) -> list[Path]:
+    """The files of counters in a store."""
+    return sorted((store / FOLDER).glob("*.json"))
+
+
 def _table(store: Path, every: Sequence[Proposal]) -> list[str]:
     """A line for each proposal and each counter that it changes."""
     lines = []
     for one in every:
         lines.append(f"- **{one.target}** {one.row.key} ({one.kind}){f': {one.reason}' if one.reason else ''}")
-        path = Ledger.place(store, one.target)
-        before = Ledger.read(path).rows.get(one.row.key) if path.is_file() else None
+        ledger = Ledger.within(store, one.target)
+        before = ledger.rows.get(one.row.key) if ledger is not None else None
         if before is None:
             lines.append(f"    - new: {len(one.row.counters)} counters")
             continue
@@ -103,17 +122,19 @@ def _chosen(every: Sequence[Proposal], options: argparse.Namespace) -> list[Prop
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pytest_adapt counters", description=__doc__)
-    parser.add_argument("--store", type=Path, metavar="DIR", help="your own records (default: those that ship)")
+    parser.add_argument("--store", type=folder, metavar="DIR", help="your own records (default: those that ship)")
     parser.add_argument("--pending", type=Path, metavar="DIR", default=Path(".adapt/pending"))
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="what is pending, and how it differs from the record")
-    commands.add_parser("verify", help="rows on record whose model or load is gone; runs no test")
+    commands.add_parser(
+        "verify", help="what is wrong with the counters on record, and whose model or load is gone; runs no test"
+    )
     for name, text in (("accept", "take proposals in"), ("reject", "delete proposals")):
         command = commands.add_parser(name, help=text)
         command.add_argument("names", nargs="*", metavar="KEY", help="keys (model layout precision load) or patterns")
         command.add_argument("--all", action="store_true", help="every proposal")
         if name == "accept":
-            command.add_argument("--reason", required=True, help="why they change; kept beside them")
+            command.add_argument("--reason", type=words, required=True, help="why they change; kept beside them")
             command.add_argument("--allow-many", action="store_true")
             command.add_argument("--allow-dirty", action="store_true")
     return parser

@@ -60,15 +60,18 @@ class Collector:
     @property
     def useless_waivers(self) -> bool:
         """Whether a waiver fails the run: it has expired, or no case needed it."""
-        return any(one.state in ("expired", "unused") for one in self.waived)
+        from pytest_adapt.verdict.waiver import FAILING
+
+        return any(one.state in FAILING for one in self.waived)
 
     @property
     def ladder(self) -> Ladder:
         """How far the target can be trusted, by the cases so far."""
         from pytest_adapt.verdict.ladder import climb
 
-        one_rank = not self.runner.spec.axes
-        return climb(self.cases, self.runner.settings.profile, ("layouts",) if one_rank else ())
+        absent = () if self.runner.spec.axes else ("layouts",)
+        narrowed = self.runner.selected or bool(self.time_box.get("not_run"))
+        return climb(self.cases, self.runner.settings.profile, absent, narrowed=narrowed)
 
     def outgoing(self) -> dict[str, Any]:
         """What a worker sends to the controller: plain values only."""
@@ -176,7 +179,7 @@ class Collector:
             write_summary(terminalreporter, self)
 
     def fault_report(self) -> tuple[bool, str]:
-        """Whether the fault of this run was exercised, and a line about it where nothing was red.
+        """Whether the fault of this run was exercised, and a line about it where nothing is red.
 
         Exercised: what it replaced was called, on a model and a layout on which it is no rewording of the original.
         True and "" without a fault.
@@ -189,12 +192,23 @@ class Collector:
         fault = get(self.runner.settings.inject)
         command = shlex.join([*self.runner.program, *shlex.split(fault.command)[1:]])
         red = any(map(is_red, self.cases))
+        forgiven = [case for case in self.cases if case.status in (Status.WAIVED, Status.XFAIL)]
         known = any(model in fault.models and fault.layout in ("single", layout) for model, layout in self.exercised)
         # Elsewhere it may show as well: then something is red.
-        if not self.exercised or not (red or known):
+        if not self.exercised or not (red or forgiven or known):
             return False, f"fault {fault.id} was never exercised: it needs {fault.shows_on}: {command}"
         if red:
             return True, ""
+        if forgiven:
+            counts = " and ".join(
+                f"{number} {status}"
+                for status in (Status.WAIVED, Status.XFAIL)
+                if (number := sum(case.status is status for case in forgiven))
+            )
+            return (
+                True,
+                f"fault {fault.id} was exercised; all that was red is a known failure ({counts})",
+            )
         return (
             True,
             f"fault {fault.id} was exercised and nothing was red; it shows on {fault.shows_on}: {command}",
@@ -259,9 +273,10 @@ class Collector:
         """What this run cost, for the time boxes of later ones."""
         from pytest_adapt.timebox import costs_path, learn
 
-        opens = self.usage.get("opens", 0)
-        mean = self.usage["open_seconds"] / opens if opens else 0.0
-        learn(costs_path(self.runner), self.runner.settings.target, self.cases, mean)
+        opens, tokens = self.usage.get("opens", 0), self.usage.get("tokens", 0)
+        opening = self.usage["open_seconds"] / opens if opens else 0.0
+        token = self.usage["run_seconds"] / tokens if tokens else 0.0
+        learn(costs_path(self.runner), self.runner.settings.target, self.cases, opening, token)
 
     def _take_own(self) -> None:
         """Facts of this process (on an xdist controller there are none)."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_adapt.report.operators import coverage
+from pytest_adapt.report.reading import SCHEMA
 from pytest_adapt.verdict.ladder import clusters
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA", "document", "report_path", "write_report"]
 
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away; new fields do not raise it."""
 PERFORMANCE_NOTE = "times and memory are engineering references of this machine and run, not marketing metrics"
 _VERSIONS = ("pytest-adapt", "adapt-engine", "pytest", "numpy", "safetensors", "torch", "transformers")
 
@@ -102,6 +101,7 @@ def document(collector: Collector, exit_status: int) -> dict[str, Any]:
                 "state": one.state,
                 "waived": one.waived,
                 "passed": one.passed,
+                "red": one.red,
             }
             for one in collector.waived
         ],

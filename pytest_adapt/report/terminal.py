@@ -21,6 +21,8 @@ WIDTH = 120
 _MOST_CLUSTERS = 5
 _MOST_FIGURES = 4
 _MOST_PATCH = 24
+_MOST_DETAIL = 4
+"""Lines of one measurement: what was found, and the way out in a line of its own."""
 _JUDGED = PASSED | {Status.FAIL, Status.REGRESSION, Status.MISMATCH}
 
 
@@ -150,11 +152,11 @@ def _details(cluster: Cluster) -> list[str]:
     elif cause.sites:  # not the first divergence of its case, but the first of this cause
         measured = [one for one in measured if one.site == cause.sites[0]] or measured
     if (most := worst(measured)) is not None:
-        lines.append(_beyond(most))
+        lines += _beyond(most).splitlines()[:_MOST_DETAIL]
     elif case.divergence is None and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
-    if case.prefix is not None:
-        lines.append(f"shortest: {case.prefix}")
+    if shortest := case.prefix or case.no_prefix:
+        lines.append(f"shortest: {shortest}")
     return lines
 
 
@@ -202,15 +204,16 @@ def _figure_lines(cases: list[CaseResult]) -> list[str]:
 
 def _waiver_lines(collector: Collector) -> list[tuple[str, dict[str, bool]]]:
     """Waivers that do not do what they say, and the patch that mends them."""
-    from pytest_adapt.verdict.waiver import FAILING, patch
+    from pytest_adapt.verdict.waiver import MENDED, patch
 
-    told = [one for one in collector.waived if one.state in (*FAILING, "loose")]
-    lines = [(str(one), {"red": one.state in FAILING}) for one in told]
-    if not told:
+    told = [one for one in collector.waived if one.state in (*MENDED, "spent")]
+    lines = [(str(one), {"red": one.state != "loose"}) for one in told]
+    if not any(one.state in MENDED for one in told):
         return lines
-    runner = collector.runner
-    path = runner.config.rootpath / runner.settings.waivers
-    diff = patch(path, collector.waived, runner.settings.waivers).splitlines()
+    root, settings = collector.runner.config.rootpath, collector.runner.settings
+    path = root / settings.waivers
+    shown = path.relative_to(root) if path.is_relative_to(root) else path
+    diff = patch(path, collector.waived, shown.as_posix()).splitlines()
     if not diff:
         return [*lines, (f"{path} has another form than [[waiver]] tables; change it by hand", {})]
     lines += [(line, {}) for line in diff[:_MOST_PATCH]]

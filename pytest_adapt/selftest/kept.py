@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pytest_adapt.documents import DocumentError, Shape, both, choice, fields, named, read, write
 from pytest_adapt.shipped import goldens_dir, suites_dir
 
-__all__ = ["Kept", "digest_of_sources"]
+__all__ = ["Kept", "KeptError", "digest_of_sources", "sources"]
 
-_OUTSIDE = ("faults", "inspect", "perf", "report", "selftest")
-"""Parts of the judge on which no verdict depends. A fault's own file is named by who asks."""
 _LIBRARIES = ("numpy", "torch", "pytest")
+
+
+class KeptError(Exception):
+    """What was done cannot be kept; one line with the file and why."""
 
 
 class Kept:
@@ -28,21 +30,22 @@ class Kept:
     def __init__(self, root: Path, digest: str) -> None:
         self._directory = root / digest[:16]
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """The document; None where there is none, or a torn one."""
+    def read(self, name: str, shape: Shape) -> dict[str, Any] | None:
+        """The document; None where there is none of this name and shape: it is made again."""
         try:
-            found = json.loads(self._path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = read(self._path(name), fields({"name": choice(name), "document": both(named(_anything), shape)}))
+        except DocumentError:
             return None
-        return found["document"] if isinstance(found, dict) and found.get("name") == name else None
+        document: dict[str, Any] = found["document"]
+        return document
 
     def write(self, name: str, document: dict[str, Any]) -> None:
-        """Keep a document, in one step: several processes may write at once."""
+        """Keep a document, in one step: several processes may write at once. Raises KeptError."""
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps({"name": name, "document": document}, allow_nan=False), encoding="utf-8")
-        part.replace(path)
+        try:
+            write(path, json.dumps({"name": name, "document": document}, allow_nan=False))
+        except OSError as error:
+            raise KeptError(f"{name} cannot be kept: {error}") from None
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
@@ -50,33 +53,32 @@ class Kept:
 
 @cache
 def digest_of_sources(*modules: str) -> str:
-    """SHA-256 of judge, suites, goldens and engine, of the named modules, and of the versions that they run on."""
-    package = Path(__file__).resolve().parent.parent
+    """SHA-256 of judge, suites, goldens and engine, of the faults' files that are named, and of the versions that they
+    run on."""
     digest = hashlib.sha256(" ".join(_versions()).encode())
-    for path in _sources(package):
-        digest.update(path.name.encode() + path.read_bytes())
-    for name in modules:
-        digest.update((package / name).read_bytes())
+    for root, path in sources(modules):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _sources(package: Path) -> Iterator[Path]:
-    for path in _files(package, "*.py"):
-        inside = path.relative_to(package).parts
-        if inside[0] not in _OUTSIDE:
-            yield path
-    yield from (package / "selftest" / name for name in ("memo.py", "nested.py", "trial.py"))
-    yield from _files(suites_dir(), "*.py")
-    yield from _files(goldens_dir(), "*.json")
+def sources(modules: Sequence[str] = ()) -> Iterator[tuple[Path, Path]]:
+    """(root, file) of everything that a verdict may depend on. Of the faults' own files only the ``modules``: another
+    fault changes nothing of this one; nor does the matrix that is made of them all."""
+    package = Path(__file__).resolve().parent.parent
+    faults = package / "faults"
+    own = {faults / name for name in ("__init__.py", "registry.py", *modules)}
+    roots = [package, suites_dir(), goldens_dir()]
     found = find_spec("adapt_engine")  # not imported: only its adapter does that
     if found is not None and found.origin is not None:
-        engine = Path(found.origin).resolve().parent
-        yield from _files(engine, "*.py")
-        yield from _files(engine, "*.so")
+        roots.append(Path(found.origin).resolve().parent)
+    for root in roots:
+        for path in sorted(root.rglob("*")):
+            if "__pycache__" not in path.parts and path.is_file() and (path.parent != faults or path in own):
+                yield root, path
 
 
-def _files(directory: Path, pattern: str) -> Iterable[Path]:
-    return sorted(path for path in directory.rglob(pattern) if "__pycache__" not in path.parts)
+def _anything(value: Any) -> None:
+    return None
 
 
 def _versions() -> Iterator[str]:

@@ -17,8 +17,8 @@ from pytest_adapt.faults.registry import Operation, Seams
 from pytest_adapt.golden.reference import OracleReference
 from pytest_adapt.handle import ModelHandle
 from pytest_adapt.selftest.memo import Memory
-from pytest_adapt.selftest.nested import Bench, Setting
-from pytest_adapt.selftest.trial import COLUMNS, RED, control_of
+from pytest_adapt.selftest.nested import Bench, Found, Setting
+from pytest_adapt.selftest.trial import COLUMNS, control_of
 from pytest_adapt.target.protocol import Deployment, Request
 from pytest_adapt.target.registry import resolve
 from pytest_adapt.verdict.discrete import near_tie, row_error
@@ -29,6 +29,8 @@ __all__ = ["SCALED", "STEPS", "first_token", "greedy", "measure_limit", "smalles
 STEPS: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MODEL = "deepseek-v3-odd-pos"
 PROMPTS, LENGTH, TOKENS = 10, 32, 48
+_EVERY_BIT = ("correctness/test_sites.py", "correctness/test_predictions.py")
+"""Tests in which the target shows everything that it has."""
 
 
 def _weight(seams: Seams, factor: float) -> None:
@@ -76,20 +78,20 @@ class _Scan:
     healthy: Memory = field(default_factory=Memory)
 
     def seen(self, column: str, step: float) -> bool:
-        found = self._run(step, column)
-        return any(case.status in RED for case in found.cases)
+        return bool(self._run(step, self._setting(column), until_red=True).red)
 
     def changes(self, step: float) -> bool:
-        control = control_of(self._setting("taps"), self.bench, self.controls, self.healthy)
-        return bool(self._run(step, "taps").answers != control["answers"])
+        setting = replace(self._setting("taps"), suites=_EVERY_BIT)
+        control = control_of(setting, self.bench, self.controls, self.healthy)
+        return bool(self._run(step, setting).answers != control["answers"])
 
     def _setting(self, column: str) -> Setting:
         setting = Setting(MODEL, "single", self.precision, suites=("correctness",))
         return replace(setting, observables=COLUMNS[column])
 
-    def _run(self, step: float, column: str) -> Any:
+    def _run(self, step: float, setting: Setting, until_red: bool = False) -> Found:
         memory = self.memories.setdefault(step, Memory())
-        return self.bench.run(self._setting(column), memory, lambda seams: self.put(seams, 1.0 + step))
+        return self.bench.run(setting, memory, lambda seams: self.put(seams, 1.0 + step), until_red=until_red)
 
 
 def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dict[str, Any]:

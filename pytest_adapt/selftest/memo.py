@@ -7,12 +7,18 @@ first asked all that came before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target
+from pytest_adapt.verdict import sampling
+from pytest_adapt.verdict.statistics import TwoSample, permutation_test
 
 __all__ = ["Memory", "RememberedTarget"]
 
@@ -25,6 +31,22 @@ class Memory:
 
     opened: dict[Deployment, Info] = field(default_factory=dict)
     answers: dict[tuple[Deployment, str], list[Response]] = field(default_factory=dict)
+    tests: dict[str, TwoSample] = field(default_factory=dict)
+    """What permutation tests of the drawn tokens came to: the draws are the same through every observable."""
+
+    @contextlib.contextmanager
+    def of_tests(self) -> Iterator[None]:
+        """Inside, a permutation test of the same samples is not computed again."""
+
+        def remembered(*samples: Any, **named: Any) -> TwoSample:
+            key = hashlib.sha256(pickle.dumps((samples, sorted(named.items())))).hexdigest()
+            if key not in self.tests:
+                self.tests[key] = permutation_test(*samples, **named)
+            return self.tests[key]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "permutation_test", remembered)
+            yield
 
 
 class RememberedTarget:

@@ -34,10 +34,11 @@ from pytest_adapt.target.mask import MaskedTarget
 from pytest_adapt.target.protocol import Response, Target
 from pytest_adapt.target.registry import TargetSpec
 from pytest_adapt.verdict.identity import contents
-from pytest_adapt.verdict.result import CaseResult
+from pytest_adapt.verdict.result import CaseResult, Status
 
 __all__ = ["Bench", "Found", "NestedError", "Setting"]
 
+_RED = (Status.FAIL, Status.ERROR, Status.MISMATCH, Status.STALE)
 PROMPTS: tuple[tuple[str, int], ...] = (("random-37", 37), ("random-150", 150), ("searched-0", 64))
 """The reduced case set: prompts, and how many tokens of each are taken at most. A random one whose choices are close,
 one beyond 64 and 128 tokens, and the beginning of one whose choices are certain in low precision."""
@@ -102,6 +103,11 @@ class Found:
     seconds: float = 0.0
     """Of this process's CPU time: what else the machine does is no cost of a fault."""
 
+    @property
+    def red(self) -> list[CaseResult]:
+        """The cases that say that something is wrong."""
+        return [case for case in self.cases if case.status in _RED]
+
 
 class Bench:
     """Runs nested sessions below one root directory, and keeps what they share."""
@@ -112,20 +118,27 @@ class Bench:
         self._references: dict[tuple[str, str], Any] = {}
 
     def run(
-        self, setting: Setting, memory: Memory | None = None, install: Callable[[Seams], None] | None = None
+        self,
+        setting: Setting,
+        memory: Memory | None = None,
+        install: Callable[[Seams], None] | None = None,
+        *,
+        until_red: bool = False,
     ) -> Found:
         """Run the cases of a setting. ``memory`` holds the answers of sessions that differ in their observables alone;
-        ``install`` puts a change into the target's seams that is no registered fault.
+        ``install`` puts a change into the target's seams that is no registered fault. With ``until_red`` no case
+        is begun after a red one.
 
         Raises NestedError where no case was run.
         """
-        inner = _Inner(self, memory or Memory(), install)
+        memory = memory or Memory()
+        inner = _Inner(self, memory, install, until_red)
         started = time.process_time()
         quiet = [word for name in _QUIET for word in ("-p", f"no:{name}")]
         words = [*quiet, "--disable-plugin-autoload", "-p", "pytest_adapt.plugin", "-c", os.devnull]
         words += [f"--rootdir={self._root}", "--assert=plain", "--capture=no", *setting.arguments()]
         words += [str(suites_dir() / name) for name in setting.suites]
-        with _environment(), warnings.catch_warnings():
+        with _environment(), memory.of_tests(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = pytest.main(words, plugins=[inner])
         if not inner.found.cases:
@@ -166,11 +179,12 @@ class _Reduced(ModelHandle):
 class _Inner:
     """Plugin of a nested session."""
 
-    def __init__(self, bench: Bench, memory: Memory, install: Callable[[Seams], None] | None) -> None:
+    def __init__(self, bench: Bench, memory: Memory, install: Callable[[Seams], None] | None, until_red: bool) -> None:
         self.found = Found()
         self.problem = ""
         self.memory = memory
         self.install = install
+        self.until_red = until_red
         self._bench = bench
         self._digest: Any = None
 
@@ -196,6 +210,8 @@ class _Inner:
         state = item.stash.get(STATE, None)
         if state is not None:
             self.found.answers[state.case] = self._digest.hexdigest()[:16]
+        if self.until_red and self.found.red:
+            item.session.shouldstop = "one red case is enough"
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pytest_adapt.documents import write
 from pytest_adapt.faults.matrix import KillMatrix, Row, Tally
 from pytest_adapt.faults.registry import Fault, catalogue
 
@@ -42,9 +43,8 @@ columns: whether the first divergence has the right layer and site, or the words
 
 
 def write_page(matrix: KillMatrix, path: Path) -> None:
-    """Write `page` to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(matrix), encoding="utf-8")
+    """Write `page` to a file, in one step. Raises OSError."""
+    write(path, page(matrix))
 
 
 def summary_lines(matrix: KillMatrix) -> list[str]:

@@ -19,13 +19,15 @@ from typing import Any
 import pytest
 
 from pytest_adapt import __version__
-from pytest_adapt.faults.matrix import KillMatrix
+from pytest_adapt.documents import named
+from pytest_adapt.faults.matrix import LIMIT, MUTANT, ROW, KillMatrix, MatrixError, load
 from pytest_adapt.faults.registry import Fault, catalogue
-from pytest_adapt.options import Settings
+from pytest_adapt.faults.waiting import waits
+from pytest_adapt.options import Settings, unwritable
 from pytest_adapt.oracle import Oracle
 from pytest_adapt.selftest.comparators import World, make_world
 from pytest_adapt.selftest.healthy import Specimen
-from pytest_adapt.selftest.kept import Kept, digest_of_sources
+from pytest_adapt.selftest.kept import Kept, KeptError, digest_of_sources
 from pytest_adapt.selftest.limits import SCALED, measure_limit
 from pytest_adapt.selftest.mutants import MUTANTS, seen_by
 from pytest_adapt.selftest.nested import Bench
@@ -34,6 +36,7 @@ from pytest_adapt.selftest.trial import COLUMNS, RedControl, Row, Trial, run_tri
 
 __all__ = ["Selftest", "start"]
 
+_FOLDER = Path(".adapt") / "selftest"
 _COMPARED = "qwen3-moe-odd"
 """The model on which comparators are tried."""
 _PRECISIONS = ("bf16", "fp32")
@@ -61,6 +64,8 @@ def start(config: pytest.Config, settings: Settings) -> None:
             f"--adapt-selftest puts faults into the built-in engine; it needs --adapt-target=builtin, not "
             f"{settings.target}"
         )
+    if problem := unwritable(config.rootpath / _FOLDER):
+        raise pytest.UsageError(f"--adapt-selftest keeps what is done in {_FOLDER}: {problem}; make room for it there")
     config.pluginmanager.register(Selftest(config, settings), "adapt-selftest")
 
 
@@ -107,27 +112,45 @@ class Selftest:
         if self.config.option.collectonly:
             return
         found = self.matrix()
-        place = self.root / "selftest" / "kill_matrix.json"
-        found.save(place)
-        write_page(found, place.with_name("kill-matrix.md"))
         terminalreporter.section("adapt selftest", bold=True)
         for line in summary_lines(found):
             terminalreporter.write_line(line)
         left = sum(not task.done() for task in self._tasks)
         if left:
             terminalreporter.write_line(f"{left} of {len(self._tasks)} items are left: the same command goes on")
+        for line in self._written(found):
+            terminalreporter.write_line(line)
+
+    def _written(self, found: KillMatrix) -> Iterator[str]:
+        """Write matrix and page, and say where. One of more rows, which earlier sources left, is not written over."""
+        place = self.config.rootpath / _FOLDER / "kill_matrix.json"
+        try:
+            before = load(place).size
+        except MatrixError:
+            before = 0
+        page = "kill-matrix.md"
+        if before > found.size:
+            yield f"kept: {place.name} of earlier sources, which knows {before} rows; {found.size} are known of these"
+            place, page = place.with_name("kill_matrix.part.json"), "kill-matrix.part.md"
         where = os.path.relpath(place, self.config.invocation_params.dir)
-        terminalreporter.write_line(f"written: {where}, and kill-matrix.md beside it")
+        try:
+            found.save(place)
+            write_page(found, place.with_name(page))
+            yield f"written: {where}, and {page} beside it"
+        except OSError as error:
+            yield f"not written: {where}: {error.strerror or error}"
 
     def matrix(self) -> KillMatrix:
         """All that is kept of the present sources."""
         rows: list[Row] = []
         for fault in catalogue().values():
             for precision in ("fp32", "bf16", "fp16"):
-                known = self._kept(fault).read(f"{fault.id}[{precision}]") or {}
+                known = self._kept(fault).read(f"{fault.id}[{precision}]", named(ROW)) or {}
                 rows += [known[column] for column in COLUMNS if column in known]
-        mutants = [self._judges().read(f"mutant {name}") for name in MUTANTS]
-        limits = [self._judges().read(f"limit {name} {precision}") for precision in _PRECISIONS for name in SCALED]
+        mutants = [self._judges().read(f"mutant {name}", MUTANT) for name in MUTANTS]
+        limits = [
+            self._judges().read(f"limit {name} {precision}", LIMIT) for precision in _PRECISIONS for name in SCALED
+        ]
         made = {
             "version": __version__,
             "python": platform.python_version(),
@@ -143,6 +166,8 @@ class Selftest:
         names = [*catalogue(), "MUTANTS", "LIMITS"]
         for word in words:
             if not any(_wanted(name, [word]) for name in names):
+                if reason := waits(word):
+                    raise pytest.UsageError(f"--adapt-selftest: {reason}")
                 kinds = ", ".join(sorted({fault.kind for fault in catalogue().values()}))
                 raise pytest.UsageError(
                     f"--adapt-selftest: nothing is called {word}; write ids of faults, patterns of them (RT*; kinds "
@@ -164,7 +189,7 @@ class Selftest:
         kept = self._kept(trial.fault)
 
         def known() -> dict[str, Row]:
-            return kept.read(trial.name) or {}
+            return kept.read(trial.name, named(ROW)) or {}
 
         def missing() -> list[str]:
             rows = known()
@@ -186,32 +211,32 @@ class Selftest:
         key = f"mutant {name}"
 
         def run() -> None:
-            if kept.read(key) is None:
+            if kept.read(key, MUTANT) is None:
                 self._in_time()
                 by = seen_by(mutant, self._world)
                 kept.write(key, {"name": name, "what": mutant.what, "killed": bool(by), "by": by})
-            if not (kept.read(key) or {}).get("killed"):
+            if not (kept.read(key, MUTANT) or {}).get("killed"):
                 raise Survived(f"{name} ({mutant.what}): no check notices")
 
-        return Task(f"mutant[{name}]", run, lambda: kept.read(key) is not None)
+        return Task(f"mutant[{name}]", run, lambda: kept.read(key, MUTANT) is not None)
 
     def _limit_task(self, name: str, precision: str) -> Task:
         kept = self._judges()
         key = f"limit {name} {precision}"
 
         def run() -> None:
-            if kept.read(key) is None:
+            if kept.read(key, LIMIT) is None:
                 self._in_time()
                 controls = Kept(self.root / "selftest", digest_of_sources())
                 kept.write(key, measure_limit(name, precision, self.bench, controls))
-            row = kept.read(key) or {}
+            row = kept.read(key, LIMIT) or {}
             seen, token = row["detected"]["taps"], row["token"]
             if token is not None and (seen is None or seen > token):
                 raise Survived(
                     f"{row['value']} in {precision}: a wrong token comes at d = {token:g}, and taps show {seen}"
                 )
 
-        return Task(f"limit[{name}-{precision}]", run, lambda: kept.read(key) is not None)
+        return Task(f"limit[{name}-{precision}]", run, lambda: kept.read(key, LIMIT) is not None)
 
     @cached_property
     def _world(self) -> World:
@@ -219,13 +244,11 @@ class Selftest:
         return make_world(Specimen(model.directory, Oracle(model.directory)))
 
     def _judges(self) -> Kept:
-        files = ("comparators", "healthy", "mutants", "limits")
-        return Kept(self.root / "selftest", digest_of_sources(*(f"selftest/{name}.py" for name in files)))
+        return Kept(self.root / "selftest", digest_of_sources())
 
     def _kept(self, fault: Fault) -> Kept:
         module = fault.install.__module__
-        file = f"faults/{module.rpartition('.')[2]}.py"
-        return Kept(self.root / "selftest", digest_of_sources(file))
+        return Kept(self.root / "selftest", digest_of_sources(f"{module.rpartition('.')[2]}.py"))
 
     def _in_time(self) -> None:
         box = self.settings.time
@@ -244,7 +267,7 @@ class SelftestItem(pytest.Item):
         self._task.run()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, Survived | RedControl):
+        if isinstance(excinfo.value, Survived | RedControl | KeptError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
@@ -262,7 +285,7 @@ def _conclude(trial: Trial, rows: dict[str, Row]) -> None:
     what = f"{trial.fault.id} ({trial.fault.title})"
     if not first["differs"]:
         pytest.skip(f"equivalent: {what} changes no answer on {trial.setting.model} in {trial.precision}")
-    if first["healthy"]:
+    if first.get("healthy"):
         pytest.skip(f"equivalent: {what} is no fault in {trial.precision}: {first['healthy']}")
     if first["killed"]:
         return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pytest_adapt.documents import each, fields, named, real, text
 from pytest_adapt.faults.matrix import KillMatrix
 from pytest_adapt.faults.registry import Fault, Seams
 from pytest_adapt.models import catalogue as models
@@ -15,9 +16,10 @@ from pytest_adapt.selftest.kept import Kept
 from pytest_adapt.selftest.memo import Memory
 from pytest_adapt.selftest.nested import Bench, Found, Setting
 from pytest_adapt.sites import layer_of
+from pytest_adapt.verdict.pattern import function_of
 from pytest_adapt.verdict.result import CaseResult, Measurement, Status
 
-__all__ = ["COLUMNS", "RED", "RedControl", "Row", "Trial", "control_of", "run_trial", "trial_of"]
+__all__ = ["COLUMNS", "RedControl", "Row", "Trial", "control_of", "run_trial", "trial_of"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "taps": (),
@@ -28,12 +30,12 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Observable -> what the target is masked to: a white box shows everything, and whatever else shows numbers writes
 text as well."""
-RED = (Status.FAIL, Status.ERROR, Status.MISMATCH, Status.STALE)
-_MOST_RED, _MOST_MEASURED = 6, 8
+_MOST_MEASURED = 8
 _LONGEST = 160
 """Characters of a text that is kept."""
 _NEEDLE_CONTEXT = 1024
 _OPERATORS = "operators"
+_CONTROL = fields({"statuses": named(text), "answers": named(text), "red": each(text), "seconds": real})
 
 Row = dict[str, Any]
 
@@ -116,14 +118,13 @@ def _suites(suites: tuple[str, ...], column: str) -> tuple[str, ...]:
 def control_of(setting: Setting, bench: Bench, controls: Kept, memory: Memory) -> Mapping[str, Any]:
     """Statuses and digests of the same cases without a fault: measured once, then kept. Raises RedControl."""
     name = "control " + " ".join([*setting.arguments()[1:], *setting.suites])
-    known = controls.read(name)
+    known = controls.read(name, _CONTROL)
     if known is None:
         found = bench.run(setting, memory)
-        red = [case.case for case in found.cases if case.status in RED]
         known = {
             "statuses": {case.case: case.status.value for case in found.cases},
             "answers": found.answers,
-            "red": red,
+            "red": [case.case for case in found.red],
             "seconds": found.seconds,
         }
         controls.write(name, known)
@@ -134,13 +135,13 @@ def control_of(setting: Setting, bench: Bench, controls: Kept, memory: Memory) -
 
 def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) -> Row:
     fault = trial.fault
-    red = [case for case in found.cases if case.status in RED]
+    red = found.red
     own = [case for case in red if case.suite == fault.suite]
     before = control["statuses"]
     differs = found.answers != control["answers"] or any(
         before.get(case.case) != case.status.value for case in found.cases if case.suite != _OPERATORS
     )
-    green = Counter(case.case.partition("[")[0] for case in found.cases if case.status is Status.PASS)
+    green = Counter(function_of(case.case) for case in found.cases if case.status is Status.PASS)
     return {
         "fault": fault.id,
         "precision": trial.precision,
@@ -155,7 +156,7 @@ def _row(trial: Trial, column: str, control: Mapping[str, Any], found: Found) ->
         "located": _located(fault, own) if column == "taps" else None,
         "said": _said(fault, own),
         "seconds": round(found.seconds, 2),
-        "red": [_trimmed(case) for case in sorted(red, key=lambda case: case.suite != fault.suite)[:_MOST_RED]],
+        "red": [_trimmed(case) for case in _one_of_each_test(sorted(red, key=lambda one: one.suite != fault.suite))],
         "green": dict(sorted(green.items())),
     }
 
@@ -177,6 +178,13 @@ def _said(fault: Fault, own: list[CaseResult]) -> bool | None:
     return any(fault.says in line for line in lines)
 
 
+def _one_of_each_test(cases: Iterable[CaseResult]) -> list[CaseResult]:
+    first: dict[str, CaseResult] = {}
+    for case in cases:
+        first.setdefault(function_of(case.case), case)
+    return list(first.values())
+
+
 def _trimmed(case: CaseResult) -> dict[str, Any]:
     """The part of a report's case that a diagnosis reads."""
     kinds: dict[tuple[str, str, str], Measurement] = {}
@@ -193,10 +201,16 @@ def _trimmed(case: CaseResult) -> dict[str, Any]:
         "precision": case.precision,
         "context": case.context,
         "observable": case.observable,
-        "reason": case.reason[:_LONGEST],
+        "reason": "" if kinds else case.reason[:_LONGEST],
         "divergence": None if case.divergence is None else _plain(asdict(case.divergence)),
-        "measurements": [_plain(asdict(one)) for one in list(kinds.values())[:_MOST_MEASURED]],
+        "measurements": [_measured(one) for one in list(kinds.values())[:_MOST_MEASURED]],
     }
+
+
+def _measured(one: Measurement) -> dict[str, Any]:
+    """What a diagnosis reads of it: of a site no words."""
+    shown = {"metric": one.metric, "value": one.value, "ok": one.ok, "prompt": one.prompt, "position": one.position}
+    return _plain({**shown, "site": one.site, "detail": "" if one.site else one.detail})
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
+from pytest_adapt.documents import one_line
 from pytest_adapt.target.checked import checked_info, checked_responses, decode_array
 from pytest_adapt.target.process import Child, log_path
 from pytest_adapt.target.protocol import (
@@ -217,7 +218,4 @@ def _request(request: Request) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    # What a child wrote must not steer the terminal that shows it.
-    text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(text.split()))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return one_line(value if isinstance(value, str) else json.dumps(value), _SHOWN)

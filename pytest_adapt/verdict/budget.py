@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -181,13 +182,15 @@ class Comparison:
     def row_budgets(self) -> list[np.ndarray]:
         """Budget of the largest error of every row, for each of `rows`.
 
-        A multiple of the emulation's largest error over all rows. Where the emulation itself errs more in a row than
+        A multiple of the emulation's largest error over all rows, which is luck where rows are few: it counts for no
+        less than the median of the largest of so many normal errors of its rms. Where it errs more in a row than
         elsewhere (cancellation, a volatile position), the row's budget grows alike: as many of its own rms as the
         largest error of any row is of that row's, and the fewer rows err like it, the more of that is one draw's luck
         (`spread`). Never below one ulp at the row's own magnitude.
         """
         largest, root = self._all("yard_largest"), np.sqrt(self._all("yard_square"))
-        yard = float(largest.max())
+        whole = _root_mean(self._all("yard_square"), np.maximum(self._all("count"), 1))
+        yard = max(float(largest.max()), whole * _median_largest(self.independent))
         peak = float(np.max(np.divide(largest, root, out=np.zeros_like(root), where=root > 0)))
         ascending = np.sort(root[self._first()])
         found = []
@@ -231,6 +234,11 @@ class Comparison:
 
     def _all(self, name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(rows, name), np.float64) for rows in self.rows])
+
+
+def _median_largest(count: int) -> float:
+    """Median of the largest magnitude of ``count`` independent normal errors, in standard deviations."""
+    return NormalDist().inv_cdf((1.0 + 0.5 ** (1.0 / count)) / 2.0)
 
 
 def _root_mean(squares: np.ndarray, weight: np.ndarray) -> float:

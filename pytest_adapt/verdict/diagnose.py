@@ -1,6 +1,7 @@
 """Which known fault a failed run looks like: its pattern against the rows of the kill matrix, as likelihoods.
 
-Every fault is a model of the patterns that it leaves, estimated from its rows. A flag or a choice has the probability
+Every fault is a model of the patterns that it leaves, estimated from its rows, of which counts what the tests that were
+judged in the run could have left. A flag or a choice has the probability
 that the rows give it, smoothed by a few rows of the background (all faults taken together); the logarithm of a number
 has a normal kernel around each row's. Features count as independent (naive Bayes); where many tell one story (tests,
 sites, metrics, words), their sum is divided by the root of their number, and the whole is tempered. The prior is
@@ -20,7 +21,7 @@ from typing import Any
 from pytest_adapt.faults.matrix import MatrixError, Row, load, shipped_matrix
 from pytest_adapt.faults.registry import Fault, catalogue
 from pytest_adapt.target.protocol import OBSERVABLES
-from pytest_adapt.verdict.pattern import SETS, Pattern, family_of, function_of, narrowed, pattern_of
+from pytest_adapt.verdict.pattern import SETS, Pattern, family_of, function_of, group_of, narrowed, pattern_of
 
 __all__ = [
     "STRONG",
@@ -28,6 +29,7 @@ __all__ = [
     "Diagnosis",
     "Known",
     "Match",
+    "judged",
     "of_report",
     "one_line",
     "read_matrix",
@@ -39,7 +41,11 @@ _DECADES = 2.0
 """Of the background's kernel."""
 _UNFIT = 0.05
 """Probability that a fault shows on a family for which the registry does not list it."""
-_TOLD = ("test", "value", *sorted(SETS))
+_COMPARED = frozenset({"fail", "error", "mismatch", "stale"})
+"""Statuses of cases in which something is wrong; in others nothing was compared, and nothing is to be explained."""
+_UNJUDGED = frozenset({"error", "blocked", "deferred", "unsupported", "unknown", "unchecked"})
+"""Statuses that a case without a measurement may have when nobody looked at anything."""
+_TOLD = ("test", "tests", "value", *sorted(SETS))
 """Kinds of flags that tell one story together."""
 _SHOWN = 4
 
@@ -85,21 +91,19 @@ class Diagnosis:
 
 def read_matrix(path: Path | None = None) -> Sequence[Row]:
     """Rows of a kill matrix, the shipped one by default. Raises MatrixError where there are none that can be read."""
-    try:
-        rows = load(path).rows
-    except (KeyError, TypeError) as error:
-        raise MatrixError(
-            f"kill matrix {path or shipped_matrix()}: it has no {error}; make it anew: --adapt-selftest"
-        ) from None
+    rows = load(path).rows
     if not rows:
         what = f"kill matrix {path}: no rows" if path else f"no kill matrix is shipped ({shipped_matrix()})"
         raise MatrixError(f"{what}; make one with --adapt-target=builtin --adapt-selftest, or name one with --matrix")
     return rows
 
 
-def _row_pattern(row: Mapping[str, Any]) -> Pattern:
-    """The pattern of a row of the matrix."""
-    return pattern_of(row["red"], row["green"], single=row["layout"] == "single")
+def _row_pattern(row: Mapping[str, Any], groups: frozenset[str] | None) -> Pattern | None:
+    """The pattern of a row of the matrix, as far as tests of these groups have made it; None where they were not run.
+    Without groups: of all tests."""
+    red = [case for case in row["red"] if groups is None or group_of(case["case"]) in groups]
+    green = [name for name in row["green"] if groups is None or group_of(name) in groups]
+    return pattern_of(red, green, single=row["layout"] == "single") if red or green else None
 
 
 @dataclass
@@ -115,9 +119,16 @@ class Known:
     _seen: dict[str, dict[str, list[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, rows: Iterable[Row], observable: str, constants: Constants | None = None) -> Known:
+    def of(
+        cls,
+        rows: Iterable[Row],
+        observable: str,
+        constants: Constants | None = None,
+        groups: frozenset[str] | None = None,
+    ) -> Known:
         """From rows of the matrix: those of ``observable``; where it has none, of the next weaker one that has, else of
-        the next stronger one. Raises MatrixError where no fault was caught at all."""
+        the next stronger one. With ``groups`` (`Pattern.groups`) what other tests showed is left out, and so are faults
+        that none of them was tried on. Raises MatrixError where no fault was caught at all."""
         caught = [row for row in rows if row["killed"] and row["red"]]
         at = {str(row["observable"]) for row in caught}
         place = OBSERVABLES.index(observable)
@@ -126,8 +137,8 @@ class Known:
             raise MatrixError("the kill matrix has no row of a fault that was caught: make it with --adapt-selftest")
         found: dict[str, list[Pattern]] = {}
         for row in caught:
-            if row["observable"] == chosen:
-                found.setdefault(str(row["fault"]), []).append(_row_pattern(row))
+            if row["observable"] == chosen and (pattern := _row_pattern(row, groups)) is not None:
+                found.setdefault(str(row["fault"]), []).append(pattern)
         registry = catalogue()
         families = {name: _families(registry[name]) for name in found if name in registry}
         return cls(chosen, found, families, constants or Constants())
@@ -140,16 +151,9 @@ class Known:
     def matches(self, patterns: Sequence[tuple[str, Pattern]]) -> tuple[Match, ...]:
         """Explanations of one failure, the likeliest first, from its patterns on several deployments: (family, pattern)
         each. They tell one story, so that their evidence is averaged."""
-        evidence = [self._evidence(family, pattern) for family, pattern in patterns]
-        total = {name: fmean(sum(one[name].values()) for one in evidence) for name in self.rows}
-        total[""] = 0.0
-        top = max(total.values())
-        weights = {name: math.exp(value - top) for name, value in total.items()}
-        whole = sum(weights.values())
-        order = sorted(weights, key=lambda name: (-weights[name], name))
-        return tuple(Match(name, weights[name] / whole, *_reasons(evidence, name)) for name in order)
+        return _ranked([self.evidence(family, pattern) for family, pattern in patterns])
 
-    def _evidence(self, family: str, pattern: Pattern) -> dict[str, dict[str, float]]:
+    def evidence(self, family: str, pattern: Pattern) -> dict[str, dict[str, float]]:
         """Fault -> what was seen -> by how many nats that speaks for the fault, against the background."""
         found: dict[str, dict[str, float]] = {name: {} for name in self.rows}
         for feature in self._flags(pattern):
@@ -229,18 +233,45 @@ class Known:
             found[name][f"family {family}"] = math.log(share / fmean(shares.values()))
 
 
+def _ranked(evidence: Sequence[Mapping[str, Mapping[str, float]]]) -> tuple[Match, ...]:
+    """Explanations by the mean of their evidence on several deployments, of those on which they were tried."""
+    total = {"": 0.0}
+    for name in {name for one in evidence for name in one}:
+        total[name] = fmean(sum(one[name].values()) for one in evidence if name in one)
+    top = max(total.values())
+    weights = {name: math.exp(value - top) for name, value in total.items()}
+    whole = sum(weights.values())
+    order = sorted(weights, key=lambda name: (-weights[name], name))
+    return tuple(Match(name, weights[name] / whole, *_reasons(evidence, name)) for name in order)
+
+
 def of_report(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Diagnosis]:
-    """One diagnosis for each cause (``clusters``) of a report.json. Raises MatrixError."""
+    """One diagnosis for each cause (``clusters``) of a report.json; where nothing was compared, none of the known
+    explains it. Raises MatrixError."""
     shown = set(report["target"].get("observables", ())) & set(report["settings"].get("observables") or OBSERVABLES)
     observable = next((name for name in OBSERVABLES if name in shown), OBSERVABLES[-1])
-    known = Known.of(rows, observable)
+    models: dict[frozenset[str], Known] = {}
     cases = {case["case"]: case for case in report["cases"]}
+    # A target that died at its opening looks like every fault that stops one, and like none.
+    compared = _COMPARED if judged(report["cases"]) else ()
     found = []
     for cluster in report["clusters"]:
         red = [narrowed(cases[name], cluster.get("sites", ())) for name in cluster["cases"]]
-        patterns = _patterns(red, report["cases"])
-        found.append(Diagnosis(cluster["cause"], len(red), cluster["first"], known.matches(patterns), known.observable))
+        evidence = []
+        for family, pattern in _patterns([case for case in red if case["status"] in compared], report["cases"]):
+            groups = pattern.groups
+            if groups not in models:
+                models[groups] = Known.of(rows, observable, groups=groups)
+            observed = models[groups].observable
+            evidence.append(models[groups].evidence(family, pattern))
+        matches = _ranked(evidence)
+        found.append(Diagnosis(cluster["cause"], len(red), cluster["first"], matches, observed if evidence else ""))
     return found
+
+
+def judged(cases: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether anything was judged in a run: some case compared something, or came to more than an error."""
+    return any(case["measurements"] or case["status"] not in _UNJUDGED for case in cases)
 
 
 def one_line(diagnosis: Diagnosis) -> str:
@@ -254,14 +285,16 @@ def one_line(diagnosis: Diagnosis) -> str:
 
 
 def _patterns(red: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, Pattern]]:
-    """(family, pattern) of a cause on each of its deployments."""
+    """(family, pattern) of a cause on each of its deployments; on those of one rank where it shows there, since what
+    further ranks add to that is the same again."""
     green = [case for case in cases if case["status"] == "pass"]
     on_one = any(case["layout"] == "single" for case in red)
     judged = any(case["layout"] == "single" and case["suite"] == "correctness" for case in green)
     single = True if on_one else False if judged else None
     places: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for case in red:
-        places.setdefault(_place(case), []).append(case)
+        if case["layout"] == "single" or not on_one:
+            places.setdefault(_place(case), []).append(case)
     return [
         (
             family_of(place[0]),
@@ -298,7 +331,7 @@ def _reasons(
         return (), ()
     total: dict[str, float] = {}
     for one in evidence:
-        for label, value in one[fault].items():
+        for label, value in one.get(fault, {}).items():
             total[label] = total.get(label, 0.0) + value / len(evidence)
     order = sorted(total, key=lambda label: -total[label])
     agrees = [label for label in order if total[label] > 0.1]

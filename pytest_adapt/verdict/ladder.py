@@ -67,10 +67,11 @@ class Rung:
 @dataclass(frozen=True)
 class Ladder:
     """All rungs in order; ``trusted`` is the number of the highest one up to which all that have tests are green (0:
-    none)."""
+    none, or a narrowed run, which left cases out and so says nothing about trust)."""
 
     rungs: tuple[Rung, ...]
     trusted: int
+    narrowed: bool = False
 
     @property
     def next(self) -> Rung | None:
@@ -78,8 +79,8 @@ class Ladder:
         return next((rung for rung in self.rungs[self.trusted :] if rung.state != "absent"), None)
 
     def __str__(self) -> str:
-        if not self.trusted and self.rungs[0].state == "empty" and not self.rungs[0].counts:
-            return self._narrowed()
+        if self.narrowed:
+            return self._judged()
         if not self.trusted and self.rungs[0].state == "empty":
             return f"trust begins with rung 1 ({self.rungs[0].name}), where nothing passed"
         if not self.trusted:
@@ -98,8 +99,8 @@ class Ladder:
             return f"{head}; {named} is deferred"
         return f"{head}; {named} was not judged"
 
-    def _narrowed(self) -> str:
-        """What a run says that left the lowest rung out: its rungs, one by one."""
+    def _judged(self) -> str:
+        """What a narrowed run says: its rungs, one by one."""
         judged = [
             f"rung {number} ({rung.name}) {'green' if rung.state == 'green' else 'is red'}"
             for number, rung in enumerate(self.rungs, start=1)
@@ -146,9 +147,12 @@ def rung_of(suite: str, marked: str | None) -> str:
     return marked if marked is not None else SUITE_RUNGS.get(suite, "")
 
 
-def climb(cases: Iterable[CaseResult], profile: str = "full", absent: Collection[str] = ()) -> Ladder:
+def climb(
+    cases: Iterable[CaseResult], profile: str = "full", absent: Collection[str] = (), *, narrowed: bool = False
+) -> Ladder:
     """The ladder of a run. A rung on which nothing was judged ends the climb, as a red one does; one that has no test
-    in this profile is passed over, and so is one of ``absent`` (those that this target has no test of)."""
+    in this profile is passed over, and so is one of ``absent`` (those that this target has no test of). ``narrowed``
+    says that single cases were left out; a run that holds none of the lowest rung is narrowed in any case."""
     by_rung: dict[str, list[CaseResult]] = {name: [] for name in RUNGS}
     for case in cases:
         if case.rung in by_rung:
@@ -160,6 +164,8 @@ def climb(cases: Iterable[CaseResult], profile: str = "full", absent: Collection
         return _state(members) if members or asked else "absent"
 
     rungs = tuple(Rung(name, state(name, members), _counts(members)) for name, members in by_rung.items())
+    if narrowed or not by_rung[RUNGS[0]]:
+        return Ladder(rungs, 0, narrowed=True)
     trusted = 0
     for number, rung in enumerate(rungs, start=1):
         if rung.state == "green":

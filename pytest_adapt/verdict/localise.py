@@ -23,7 +23,7 @@ from pytest_adapt.verdict.result import Divergence, Measurement
 if TYPE_CHECKING:
     from pytest_adapt.target.protocol import Response
 
-__all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "known_site", "widening", "with_ranks"]
+__all__ = ["SiteReport", "SiteView", "compare_sites", "error_scale", "farthest", "known_site", "widening", "with_ranks"]
 
 OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
@@ -97,12 +97,14 @@ def compare_sites(
     exact = oracle.run(tokens, forced=forced, sized=True)
     # Where nobody shows which experts were chosen, the emulation goes on with those of the exact run.
     hidden = {site(layer, _IDS): ids for layer, ids in exact.ids.items() if site(layer, _IDS) not in shown}
-    emulated = oracle.run(tokens, forced={**forced, **hidden}, rounding=rounding)
+    emulations = oracle.emulations(tokens, rounding, {**forced, **hidden})
+    emulated = emulations[0]
     _judge_choices(report, prompt, shown, exact, emulated, length)
     unsure = _unsure(oracle, tokens, forced, hidden, exact, emulated)
     worst: dict[str, Measurement] = {}
     for name, value in floats.items():
-        own, other = (np.asarray(trace.own[name], np.float64) for trace in (exact, emulated))
+        own = np.asarray(exact.own[name], np.float64)
+        other = farthest(own, [trace.own[name] for trace in emulations])
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
         kept = np.flatnonzero(~unsure[name]) if name in unsure else np.arange(len(tokens))
         if not len(kept):
@@ -297,6 +299,14 @@ def with_ranks(divergence: Divergence | None, response: Response) -> Divergence 
     except Exception as error:  # the target's code; the divergence must not be lost with it
         ranks = (f"unknown ranks ({type(error).__name__}: {error})",)
     return replace(divergence, ranks=tuple(map(str, ranks)))
+
+
+def farthest(own: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
+    """float64, the shape of ``own``: of each element that of ``values`` which errs most."""
+    found = np.asarray(values[0], np.float64)
+    for value in values[1:]:
+        found = np.where(np.abs(value - own) > np.abs(found - own), value, found)
+    return found
 
 
 def error_scale(own: np.ndarray, terms: np.ndarray | None) -> np.ndarray:

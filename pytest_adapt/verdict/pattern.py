@@ -17,7 +17,7 @@ from typing import Any
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.result import RUNGS
 
-__all__ = ["AXES", "SETS", "Pattern", "family_of", "function_of", "narrowed", "pattern_of"]
+__all__ = ["AXES", "SETS", "Pattern", "family_of", "function_of", "group_of", "narrowed", "pattern_of"]
 
 AXES: tuple[str, ...] = ("tp", "pp", "ep", "sp", "dp", "etp")
 SETS: frozenset[str] = frozenset({"site", "metric", "word"})
@@ -29,6 +29,7 @@ _CASE = re.compile(r"\S*::\S*|\S+-\d+\b")
 _SPLIT = re.compile(r"([a-z]+)(\d+)")
 _EDGES = (1, 2, 16, 64, 128, 512, 1024, 4096)
 _MEASURED = 8
+_SITE_TESTS = ("correctness/test_sites.py", "correctness/test_layouts.py")
 _PAGE = 16
 """Positions around multiples of it are borders of pages, chunks and windows of every conformance model."""
 
@@ -38,13 +39,19 @@ class Pattern:
     """Features of a failure by name; a name that is absent is not known."""
 
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """Something was seen, or was looked at and not seen (``test ...``, ``site ...``, ``metric ...``, ``word ...``)."""
+    """Something was seen, or was looked at and not seen (``test ...``, ``tests ...`` of a group, ``site ...``,
+    ``metric ...``, ``word ...``)."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """One of several values (``divergence``: the site without its layer)."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Decimal logarithms (``error``: of the first divergence, relative to its row)."""
     judged: frozenset[str] = frozenset()
     """Suites of which a test was judged; ``site`` where any site was compared."""
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """Groups of tests (`group_of`) that were judged."""
+        return frozenset(name.removeprefix("tests ") for name in self.flags if name.startswith("tests "))
 
     def choice(self, name: str) -> str | None:
         return self.choices.get(name)
@@ -69,12 +76,15 @@ def pattern_of(
     *,
     single: bool | None = None,
 ) -> Pattern:
-    """The pattern of the ``red`` cases (as in report.json) of one deployment, where the tests ``green`` passed.
+    """The pattern of the ``red`` cases (as in report.json) of one deployment, where the tests ``green`` passed; without
+    red ones just what was looked at and not seen.
 
     ``single`` says whether the failure shows on one rank too (None: that was not judged, so the layout tells nothing).
     """
     flags: dict[str, bool] = {f"test {name}": False for name in green}
     flags |= {f"test {function_of(str(case['case']))}": True for case in red}
+    wrong = {group_of(str(case["case"])) for case in red}
+    flags |= {f"tests {group}": group in wrong for group in {group_of(name[5:]) for name in flags}}
     choices: dict[str, str] = {}
     numbers: dict[str, list[float]] = {}
     failed = [one for case in red for one in _failed(case)]
@@ -90,7 +100,7 @@ def pattern_of(
             numbers.setdefault(f"value of {one['metric']}", []).append(value)
     divergences = [case["divergence"] for case in red if case.get("divergence")]
     choices["divergence"] = "nowhere"
-    choices["suite"] = min((_rung(case), _suite(case)) for case in red)[1]
+    choices["suite"] = min((_rung(case), _suite(case)) for case in red)[1] if red else "none"
     if divergences:
         first = divergences[0]
         layer, local = layer_of(str(first["site"]))
@@ -103,8 +113,6 @@ def pattern_of(
         choices["position"] = _place(min(int(one["position"]) for one in divergences))
         flags["border"] = _at_border(min(int(one["position"]) for one in divergences))
         flags["one expert"] = first.get("expert") is not None
-        if sites:
-            flags["several layers"] = len({layer for layer, site in sites if site == local}) > 1
         for one in divergences:
             _add_values(numbers, flags, one)
         _add_peak(numbers, failed, local)
@@ -138,14 +146,24 @@ def function_of(case: str) -> str:
     return case.partition("[")[0]
 
 
+def group_of(case: str) -> str:
+    """The test, by its function or case; all that compare sites, on one rank or on several, are one."""
+    return "sites" if case.startswith(_SITE_TESTS) else function_of(case)
+
+
 def family_of(model: str) -> str:
     """Family that a conformance model's name says; "" where it says none."""
     return next((family for word, family in _FAMILIES.items() if word in model), "")
 
 
 def _failed(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The measurements that a row of the kill matrix keeps of a case."""
-    return [one for one in case.get("measurements") or () if not one["ok"]][:_MEASURED]
+    """The measurements that a row of the kill matrix keeps of a case: the first of each kind."""
+    kinds: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for one in case.get("measurements") or ():
+        if not one["ok"]:
+            local = layer_of(one["site"])[1] if one.get("site") else ""
+            kinds.setdefault((one["metric"], one.get("observable", ""), local), one)
+    return list(kinds.values())[:_MEASURED]
 
 
 def _rung(case: Mapping[str, Any]) -> int:
@@ -165,8 +183,8 @@ def _add_values(numbers: dict[str, list[float]], flags: dict[str, bool], diverge
         return
     flags["zero"] = got == 0.0 or flags.get("zero", False)
     flags["other sign"] = got * expected < 0 or flags.get("other sign", False)
-    if got and expected and math.isfinite(got / expected):
-        numbers.setdefault("ratio", []).append(math.log10(abs(got / expected)))
+    if expected and (ratio := _log(got / expected)) is not None:
+        numbers.setdefault("ratio", []).append(ratio)
 
 
 def _add_peak(numbers: dict[str, list[float]], failed: Sequence[Mapping[str, Any]], local: str) -> None:

@@ -18,7 +18,7 @@ from pytest_adapt.golden.record import Record
 from pytest_adapt.oracle import Rounding
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
-from pytest_adapt.verdict.localise import SiteView, error_scale, widening
+from pytest_adapt.verdict.localise import SiteView, error_scale, farthest, widening
 from pytest_adapt.verdict.pooling import quadratic_rows, rows_of
 
 __all__ = ["ALARMS", "MOST", "SEEN", "SEEN_ANYWHERE", "RecordCell", "SiteBudget", "site_budgets", "weaknesses"]
@@ -83,14 +83,15 @@ def site_budgets(oracle: Any, tokens: Sequence[int], precision: str, rounds: str
     rounding, architecture = Rounding.of(precision), oracle.spec.architecture
     exact = oracle.run(tokens, record=("*",)).sites
     forced = {name: value for name, value in exact.items() if layer_of(name)[1] not in UNRECORDED}
-    emulated = oracle.run(tokens, forced=forced, rounding=rounding).own
+    emulated = [trace.own for trace in oracle.emulations(tokens, rounding, forced)]
     terms = oracle.run(tokens, forced=forced, sized=True).terms
     found = []
     for name, value in forced.items():
         if layer_of(name)[1] in CHOICES:
             continue
         form, width = rounding.format_of(name, architecture), value.shape[-1]
-        own, other = (np.asarray(array, np.float64).reshape(-1, width) for array in (value, emulated[name]))
+        own = np.asarray(value, np.float64).reshape(-1, width)
+        other = farthest(own, [np.asarray(one[name]).reshape(-1, width) for one in emulated])
         sums = terms[name].reshape(own.shape) if name in terms else None
         found.append(SiteBudget(name, form, own, other, widening(name, precision, rounds), sums))
     return found

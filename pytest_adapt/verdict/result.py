@@ -207,6 +207,8 @@ class CaseResult:
     attempts: int = 1
     """How often the item ran, where another plugin reruns it: its first verdict stands, its samples add up."""
     prefix: Prefix | None = None
+    no_prefix: str = ""
+    """Why no beginning of a prompt was found that fails alone; "" where none was sought."""
     requirements: tuple[int, ...] = ()
     seconds: float = 0.0
     open_seconds: float = 0.0

@@ -16,6 +16,7 @@ __all__ = [
     "TIMED",
     "Requirement",
     "Verdict",
+    "need_not_show",
     "outcome",
     "required",
     "verdict_of",
@@ -62,6 +63,8 @@ class Requirement:
     rungs: frozenset[str]
     observables: frozenset[str]
     """An item is required when it needs nothing, or one of these can answer it."""
+    any_one: bool = False
+    """Whether one of them is enough: what needs another one, which the target does not declare, is not required."""
     serial: bool = False
     """Whether timing items are required in every profile (else only in the full one)."""
     manifest: bool = True
@@ -70,7 +73,7 @@ class Requirement:
 
 _SERVED = frozenset({"score", "topk", "text"})
 REQUIREMENTS: Mapping[str, Requirement] = {
-    "endpoint": Requirement(frozenset(RUNGS), _SERVED),
+    "endpoint": Requirement(frozenset(RUNGS), _SERVED, any_one=True),
     "engine": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps"}),
     "release": Requirement(frozenset(RUNGS), _SERVED | {"logits", "taps"}, serial=True, manifest=False),
 }
@@ -79,8 +82,8 @@ REQUIREMENTS: Mapping[str, Requirement] = {
 class Verdict(Exception):
     """Ends an item with a status other than pass. Any exception with an ``adapt_status`` does the same.
 
-    ``optional`` says that the cause lies outside the target (a model whose weights are not installed): the item
-    counts only for a release.
+    ``optional`` says that this target is not asked for it (the weights of the model are not installed, or a kind need
+    not show what would decide): the item counts only for a release.
     """
 
     def __init__(self, status: Status, reason: str, *, optional: bool = False) -> None:
@@ -119,6 +122,13 @@ def required(
     if wanted and not wanted & rule.observables:
         return False
     return not (suite and rule.manifest and must_pass is not None and suite not in must_pass)
+
+
+def need_not_show(kind: str, needs: Iterable[str], declared: Iterable[str], shown: Iterable[str]) -> bool:
+    """Whether a target of this kind owes none of what an item needs: something else that it shows is enough. What it
+    declares and does not show, it owes."""
+    rule = REQUIREMENTS[kind]
+    return rule.any_one and bool(rule.observables & frozenset(shown)) and not frozenset(needs) & frozenset(declared)
 
 
 def verdict_of(error: BaseException) -> tuple[Status, str] | None:

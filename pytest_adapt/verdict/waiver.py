@@ -29,13 +29,16 @@ from typing import Any
 import pytest
 
 from pytest_adapt.verdict.result import CaseResult, Status
-from pytest_adapt.verdict.status import PASSED
+from pytest_adapt.verdict.status import PASSED, outcome
 
-__all__ = ["FAILING", "Use", "Waiver", "Waivers", "parse_waivers", "patch", "read_waivers", "uses"]
+__all__ = ["FAILING", "MENDED", "Use", "Waiver", "Waivers", "parse_waivers", "patch", "read_waivers", "uses"]
 
 _KEYS = {"cases": str, "owner": str, "link": str, "expires": datetime.date, "quota": int}
+_FORMS = {str: "text", datetime.date: "a date", int: "a whole number"}
 FAILING = ("expired", "unused")
 """States of an entry that fail a run."""
+MENDED = (*FAILING, "loose")
+"""States that a patch of the file ends."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Waiver:
     quota: int
     number: int = 1
     """Place in the file, from 1."""
+
+    @property
+    def known(self) -> tuple[str, str, str]:
+        """Which failure it is about: two entries that say the same of it are one too many."""
+        return self.cases, self.owner, self.link
 
     def covers(self, case: str) -> bool:
         """Whether its pattern matches a case id."""
@@ -96,7 +104,7 @@ class Use:
     """What one entry came to in a run.
 
     ``state``: expired; unused (its cases were judged and none needed it); loose (fewer needed it than its quota);
-    used; or absent (none of its cases was in the run).
+    spent (more needed it than its quota); used; or absent (none of its cases was in the run).
     """
 
     waiver: Waiver
@@ -104,6 +112,8 @@ class Use:
     waived: int
     passed: int
     """Cases that it covers and that passed."""
+    red: int = 0
+    """Cases that it covers and that failed all the same."""
 
     def __str__(self) -> str:
         waiver = self.waiver
@@ -111,6 +121,7 @@ class Use:
             "expired": f"expired on {waiver.expires.isoformat()} and covers nothing; renew or remove it",
             "unused": f"unused: {self.passed} of its cases passed, none needed it; remove it",
             "loose": f"wider than needed: {self.waived} cases of a quota of {waiver.quota}, {self.passed} passed",
+            "spent": f"its quota of {waiver.quota} is spent; {self.red} more of its cases failed",
             "used": f"used by {self.waived} cases of a quota of {waiver.quota}",
             "absent": "none of its cases was in this run",
         }[self.state]
@@ -128,6 +139,7 @@ def uses(entries: Iterable[Waiver], today: datetime.date, cases: Sequence[CaseRe
         mine = [case for case in cases if waiver.covers(case.case)]
         waived = sum(case.waiver == waiver.number for case in mine)
         passed = sum(case.status in PASSED for case in mine)
+        red = sum(outcome(case.status, case.required) == "failed" for case in mine)
         decided = all(case.status in PASSED | {Status.WAIVED} for case in mine)
         if waiver.expires < today:
             state = "expired"
@@ -137,9 +149,11 @@ def uses(entries: Iterable[Waiver], today: datetime.date, cases: Sequence[CaseRe
             state = "unused"
         elif waived and waived < waiver.quota and passed and decided and whole:
             state = "loose"
+        elif red and waived >= waiver.quota:
+            state = "spent"
         else:
             state = "used"
-        found.append(Use(waiver, state, waived, passed))
+        found.append(Use(waiver, state, waived, passed, red))
     return found
 
 
@@ -147,6 +161,7 @@ def patch(path: Path, found: Iterable[Use], shown: str = "") -> str:
     """A unified diff of the waiver file that removes entries nobody needs and shrinks quotas; "" where nothing changes.
 
     ``shown`` is the file's name in the diff. "" too where the file is not written as [[waiver]] tables line by line.
+    What the file begins with is its heading, and stays.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
@@ -154,10 +169,11 @@ def patch(path: Path, found: Iterable[Use], shown: str = "") -> str:
     by_number = {one.waiver.number: one for one in found}
     expected = []
     changed = list(lines)
+    heading = next((index for index, line in enumerate(lines) if not line.lstrip().startswith("#")), 0)
     for number, start in enumerate(starts, start=1):
         one = by_number.get(number)
         end = starts[number] if number < len(starts) else len(lines)
-        if one is None or one.state in ("used", "absent"):
+        if one is None or one.state not in MENDED:
             if one is not None:
                 expected.append(one.waiver.quota)
             continue
@@ -167,7 +183,7 @@ def patch(path: Path, found: Iterable[Use], shown: str = "") -> str:
                 changed[index] = re.sub(r"^(\s*quota\s*=\s*)[\d_]+", rf"\g<1>{one.waived}", lines[index])
             continue
         # Comments directly above an entry speak of it; those above the next one stay.
-        while start and lines[start - 1].lstrip().startswith("#"):
+        while start > heading and lines[start - 1].lstrip().startswith("#"):
             start -= 1
         while number < len(starts) and end > start and lines[end - 1].lstrip().startswith("#"):
             end -= 1
@@ -180,7 +196,9 @@ def patch(path: Path, found: Iterable[Use], shown: str = "") -> str:
     if left != expected or len(starts) != len(by_number):
         return ""
     name = shown or path.name
-    return "".join(difflib.unified_diff(lines, after.splitlines(keepends=True), f"a/{name}", f"b/{name}"))
+    # Of a file outside the folder that diffs start from there is no a/ and b/.
+    before, behind = (name, name) if Path(name).is_absolute() else (f"a/{name}", f"b/{name}")
+    return "".join(difflib.unified_diff(lines, after.splitlines(keepends=True), before, behind))
 
 
 def parse_waivers(path: Path) -> tuple[list[Waiver], list[str]]:
@@ -195,18 +213,21 @@ def parse_waivers(path: Path) -> tuple[list[Waiver], list[str]]:
     entries: list[Waiver] = []
     problems: list[str] = []
     for number, entry in enumerate(listed, start=1):
-        wrong = [f"{path}: waiver {number}: {problem}" for problem in _problems(entry)]
-        problems += wrong
+        wrong = _problems(entry)
         if not wrong:
             entries.append(Waiver(**entry, number=number))
+            same = next(one for one in entries if one.known == entries[-1].known)
+            if same.number != number:
+                wrong = [f"says the same as waiver {same.number}; remove one, quota says how many it lets through"]
+        problems += [f"{path}: waiver {number}: {problem}" for problem in wrong]
     return entries, problems
 
 
 def read_waivers(path: Path, shared: Path | None = None) -> Waivers:
-    """Read a waiver file. Raises pytest.UsageError naming the file, the entry and the key."""
+    """Read a waiver file. Raises pytest.UsageError naming the file, and of each entry that is wrong every key."""
     entries, problems = parse_waivers(path)
     if problems:
-        raise pytest.UsageError(f"adapt_waivers: {problems[0]}")
+        raise pytest.UsageError(f"adapt_waivers: {'; '.join(problems)}")
     return Waivers(tuple(entries), datetime.date.today(), shared)
 
 
@@ -218,12 +239,14 @@ def _problems(entry: Any) -> list[str]:
     for key, kind in _KEYS.items():
         value: Any = entry.get(key)
         # datetime is a date and bool an int, to Python alone.
-        if not isinstance(value, kind) or isinstance(value, datetime.datetime | bool):
-            found.append(f"{key} must be a {kind.__name__}")
-        elif value == "":
+        if key not in entry:
+            found.append(f"{key} is missing")
+        elif not isinstance(value, kind) or isinstance(value, datetime.datetime | bool):
+            found.append(f"{key} must be {_FORMS[kind]}")
+        elif isinstance(value, str) and not value.strip():
             found.append(f"{key} is empty; say {'which cases' if key == 'cases' else 'who or where'}")
         elif isinstance(value, int) and value < 1:
             found.append(f"quota {value} lets nothing through; write 1 or more")
     if unknown := sorted(set(entry) - set(_KEYS)):
-        found.append(f"unknown key {unknown[0]}; keys: {', '.join(_KEYS)}")
+        found.append(f"unknown key {' and '.join(unknown)}; keys: {', '.join(_KEYS)}")
     return found

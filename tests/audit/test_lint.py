@@ -95,6 +95,20 @@ def test_waivers(tmp_path: Path, cases: str, expires: str, says: str) -> None:
         assert note.note and "known after a run" in str(note)
 
 
+def test_what_is_not_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place, why in (("absent", "is not there"), ("file", "is no directory")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--only", "goldens", "--goldens", str(tmp_path / place)])
+        assert f"argument --goldens: {tmp_path / place} {why}" in capsys.readouterr().err
+    assert main(["--only", "goldens", "--goldens", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"note: goldens: nothing was read: {tmp_path} holds no record and no counters" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "waivers"])
+    assert "waivers needs --waivers FILE, which adapt_waivers in your ini file names" in capsys.readouterr().err
+
+
 def test_a_sound_store_is_clean(store: Store) -> None:
     assert lint_goldens(store.directory) == []
 
@@ -159,6 +173,13 @@ def test_a_record_that_is_too_large_for_its_prompts(store: Store, monkeypatch: p
         ({"witness": {"name": "builtin", "use_of_budget": 0.1}}, "not independent"),
         ({"witness": {"name": "transformers", "use_of_budget": 1.2}}, "1.2 of the budget away"),
         ({"witness": {"name": "transformers", "use_of_budget": float("nan")}}, "confirms nothing"),
+        ({"witness": {"name": "transformers", "use_of_budget": -0.1}}, "-0.1 of the budget away, which confirms"),
+        ({"witness": {"name": "transformers", "use_of_budget": "0.1"}}, "confirms nothing"),
+        ({"witness": {"name": "transformers", "use_of_budget": None}}, "confirms nothing"),
+        ({"witness": {"name": "transformers"}}, "is not told (use_of_budget)"),
+        ({"witness": {"name": " builtin", "use_of_budget": 0.1}}, "' builtin' is no name, or has stray spaces"),
+        ({"witness": {"name": 7, "use_of_budget": 0.1}}, "its witness 7 is no name"),
+        ({"reason": "  "}, "does not say its reason"),
     ],
 )
 def test_where_a_record_comes_from(store: Store, told: dict[str, Any], says: str) -> None:

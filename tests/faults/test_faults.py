@@ -95,9 +95,21 @@ def test_entries_are_well_formed():
         assert fault.title and fault.report and fault.kind in kinds, fault.id
 
 
-def test_an_unknown_id_lists_the_known_ones():
-    with pytest.raises(UnknownFault, match=r"no fault 'XX1'; known: .*RT04"):
-        get("XX1")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("rt04", r"no fault 'rt04'; did you mean RT04 or .*\? python -m pytest_adapt faults list names all \d+$"),
+        ("??????", r"no fault '\?+'; python -m pytest_adapt faults list names all"),
+        (
+            "AT02",
+            r"fault AT02 waits for KV transfer between engines: it cannot be put in yet \(.* faults list --waiting",
+        ),
+    ],
+)
+def test_an_unknown_id_says_what_to_do(given, says):
+    with pytest.raises(UnknownFault, match=says) as found:
+        get(given)
+    assert len(str(found.value)) < 200
 
 
 def test_restoring_the_seams_puts_every_original_back(bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.faults import Fault, catalogue, get
+from pytest_adapt.documents import named, whole
+from pytest_adapt.faults import Fault, catalogue, cli, get
 from pytest_adapt.faults.cli import main
-from pytest_adapt.faults.matrix import KillMatrix, MatrixError, load
+from pytest_adapt.faults.matrix import ROW, KillMatrix, MatrixError, load
 from pytest_adapt.faults.waiting import waiting
-from pytest_adapt.selftest.kept import Kept
-from pytest_adapt.selftest.limits import smallest
+from pytest_adapt.selftest import memo
+from pytest_adapt.selftest.kept import Kept, KeptError, sources
 from pytest_adapt.selftest.memo import Memory, RememberedTarget
 from pytest_adapt.selftest.nested import Bench, NestedError, Setting
 from pytest_adapt.selftest.page import page, summary_lines
 from pytest_adapt.selftest.trial import RedControl, run_trial, trial_of
+from pytest_adapt.shipped import suites_dir
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response
+from pytest_adapt.verdict import sampling, statistics
+from pytest_adapt.verdict.pattern import function_of
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,8 @@ def test_a_fault_is_seen_and_placed(bench: Bench, controls: Kept) -> None:
     (site,) = {case["divergence"]["site"] for case in first["red"] if case["suite"] == "correctness"}
     assert site == "layer.1.ffn.norm"
     assert all(case["divergence"] is None for case in rows["topk"]["red"]), "a masked target shows no site"
-    assert len(first["red"]) <= 6 and all(len(case["measurements"]) <= 8 for case in first["red"])
+    assert len(first["red"]) == len({function_of(case["case"]) for case in first["red"]})
+    assert all(len(case["measurements"]) <= 8 for case in first["red"])
     assert first["green"]["determinism/test_repeat.py::test_a_restart_gives_the_same_bits"] == 1
     json.dumps(rows, allow_nan=False)
     again = run_trial(trial, bench, controls, ("taps",))["taps"]
@@ -79,6 +85,31 @@ def test_a_fault_that_changes_nothing_is_equivalent(bench: Bench, controls: Kept
     rows = run_trial(trial, bench, controls)
     assert list(rows) == ["taps"]
     assert not rows["taps"]["differs"] and not rows["taps"]["killed"]
+
+
+def test_a_permutation_test_of_the_same_draws_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    monkeypatch.setattr(memo, "permutation_test", lambda *samples, **named: computed.append(named) or len(computed))
+    memory, draws = Memory(), {"p": np.array([1, 2])}
+    with memory.of_tests():
+        found = [sampling.permutation_test(draws, draws, {"p": np.ones(3)}, alpha=alpha) for alpha in (0.1, 0.1, 0.2)]
+    assert found == [1, 1, 2] and [one["alpha"] for one in computed] == [0.1, 0.2]
+    assert sampling.permutation_test is statistics.permutation_test
+
+
+def test_a_run_until_red_begins_no_case_after_it(bench: Bench) -> None:
+    setting = trial_of(get("WL91"), "fp32").setting
+    whole, cut = bench.run(setting), bench.run(setting, until_red=True)
+    assert len(cut.cases) < len(whole.cases)
+    assert cut.red == [cut.cases[-1]] and cut.red[0].case == whole.red[0].case
+
+
+def test_a_row_keeps_a_case_of_every_red_test(bench: Bench, controls: Kept) -> None:
+    row = run_trial(trial_of(get("NM05"), "fp32"), bench, controls, ("taps",))["taps"]
+    tests = [function_of(case["case"]) for case in row["red"]]
+    assert len(set(tests)) == len(tests) > 6
+    assert "correctness/test_sites.py::test_each_operation_matches_its_definition" in tests
+    assert not any("detail" in one for case in row["red"] for one in case["measurements"] if one.get("site"))
 
 
 def test_red_without_a_fault_proves_nothing(bench: Bench, controls: Kept) -> None:
@@ -148,14 +179,55 @@ def test_answers_are_remembered_with_all_that_came_before() -> None:
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, "one")
-    assert kept.read("RT04[bf16]") is None
+    kept, shape = Kept(tmp_path, "one"), named(whole)
+    assert kept.read("RT04[bf16]", shape) is None
     kept.write("RT04[bf16]", {"taps": 1})
-    assert kept.read("RT04[bf16]") == {"taps": 1}
-    assert Kept(tmp_path, "two").read("RT04[bf16]") is None, "other sources"
+    assert kept.read("RT04[bf16]", shape) == {"taps": 1}
+    assert Kept(tmp_path, "two").read("RT04[bf16]", shape) is None, "other sources"
     (file,) = tmp_path.rglob("*.json")
-    file.write_text("{torn")
-    assert kept.read("RT04[bf16]") is None
+    for broken in (
+        "{torn",
+        "[" * 200_000,
+        '{"name": "RT04[bf16]"}',
+        '{"name": "RT04[bf16]", "document": {"taps": "x"}}',
+    ):
+        file.write_text(broken)
+        assert kept.read("RT04[bf16]", shape) is None
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(KeptError, match=r"RT04\[bf16\] cannot be kept: .*Is a directory"):
+        kept.write("RT04[bf16]", {"taps": 1})
+
+
+def test_rows_that_are_kept_and_broken_are_made_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, "one")
+    row = _row("RT04")
+    for broken in (
+        {"taps": "a text"},
+        {"taps": {name: row[name] for name in row if name != "differs"}},
+        {"taps": None},
+    ):
+        kept.write("RT04[bf16]", broken)
+        assert kept.read("RT04[bf16]", named(ROW)) is None
+    kept.write("RT04[bf16]", {"taps": row})
+    assert kept.read("RT04[bf16]", named(ROW)) == {"taps": row}
+
+
+def test_what_is_kept_depends_on_all_that_a_verdict_reads() -> None:
+    hashed = {path.relative_to(root).as_posix() for root, path in sources(["routing.py"])}
+    assert hashed >= {
+        "faults/registry.py",
+        "faults/routing.py",
+        "perf/loads.py",
+        "report/collector.py",
+        "selftest/page.py",
+    }
+    assert hashed >= {"inspect/config.py", "inspect/data/presets.json", "strategies.json", "requirements.json"}
+    assert hashed >= {"models/data/qwen3-moe-odd.prompts.json", "models/manifests/qwen3-moe-odd.json"}
+    assert hashed >= {"correctness/test_sites.py"} and any(name.endswith(".safetensors") for name in hashed)
+    assert "runtime/scheduler.py" in hashed and "report/collector.py" in hashed
+    assert not hashed & {"faults/kill_matrix.json", "faults/attention.py"}
+    assert not any("__pycache__" in name for name in hashed)
 
 
 def _row(fault: str, observable: str = "taps", **changes: Any) -> dict[str, Any]:
@@ -203,26 +275,113 @@ def test_a_matrix_survives_its_file(tmp_path: Path) -> None:
     assert load(path) == _some_matrix()
     assert json.loads(path.read_text())["schema"] == 1
     path.write_text('{"schema": 2}')
-    with pytest.raises(MatrixError, match=r"schema 2, expected 1; make it anew: --adapt-selftest"):
+    with pytest.raises(MatrixError, match=r"schema 2, this version reads 1; make one with --adapt-selftest"):
         load(path)
     with pytest.raises(MatrixError, match="cannot be read"):
         load(tmp_path / "absent.json")
 
 
-def test_a_limit_is_the_smallest_step_that_holds() -> None:
-    steps = (1.0, 2.0, 3.0, 4.0)
-    assert smallest(steps, lambda step: step >= 3) == 3.0
-    assert smallest(steps, lambda step: True) == 1.0
-    assert smallest(steps, lambda step: False) is None
-
-
 def test_known_faults_are_injectable_or_wait_for_something(capsys: pytest.CaptureFixture[str]) -> None:
+    from adapt_engine.kernels.registry import OPS
+
+    from pytest_adapt.target.seams import _METHODS
+
     entries = waiting()
     assert not {one.id for one in entries} & set(catalogue())
     assert all(one.needs and one.title and one.report for one in entries)
+    # What is there by now is nothing to wait for, and what an entry names is there.
+    there = ("the performance gate", "a suite for sampled output", "operator tests", "strict mode", "quantised weights")
+    assert not [one.id for one in entries if one.needs.startswith(there)]
+    known = {path.name for path in suites_dir().iterdir()} | set(OPS) | set(_METHODS) | {"Info.rounds", "ci/drills.py"}
+    assert {name for one in entries for name in re.findall(r"`([^`]+)`", one.needs)} <= known
     assert len(catalogue()) >= 90
     assert main(["list", "--waiting"]) == 0
     assert "WL13" in capsys.readouterr().out
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place that ships a matrix and a page."""
+    shipped = tmp_path / "pytest_adapt" / "faults" / "kill_matrix.json"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "kill-matrix.md").write_text("the page\n")
+    _some_matrix().save(shipped)
+    monkeypatch.setattr(cli, "shipped_matrix", lambda: shipped)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_measured_matrix_the_shipped_one_is_shown(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    assert main(["matrix"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"from {shipped}"
+    measured = checkout / ".adapt" / "selftest" / "kill_matrix.json"
+    KillMatrix(made={"seconds": 7}).save(measured)
+    assert main(["matrix"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["7 s of CPU time", "from .adapt/selftest/kill_matrix.json"]
+    measured.unlink()
+    assert main(["matrix", "--write"]) == 2, "the shipped one is not written over itself"
+    assert "make one with --adapt-selftest" in capsys.readouterr().err
+
+
+def _whole_matrix(**parts: Any) -> KillMatrix:
+    rows = tuple(_row(name, precision=precision) for name in catalogue() for precision in ("fp32", "bf16"))
+    limit = {
+        "value": "v",
+        "precision": "bf16",
+        "changes": None,
+        "detected": {"taps": None},
+        "token": None,
+        "any_token": 1e-3,
+    }
+    mutant = {"name": "n", "what": "w", "killed": True, "by": "b"}
+    return KillMatrix(**{"rows": rows, "mutants": (mutant,), "limits": (limit,), "made": {"seconds": 1.0}} | parts)
+
+
+def test_a_whole_matrix_is_written_with_its_page(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _whole_matrix().save(checkout / "mine.json")
+    assert main(["matrix", "--from", "mine.json", "--write"]) == 0
+    assert load(checkout / "pytest_adapt" / "faults" / "kill_matrix.json") == _whole_matrix()
+    assert (checkout / "docs" / "kill-matrix.md").read_text() == page(_whole_matrix())
+    assert {path.name for path in (checkout / "docs").iterdir()} == {"kill-matrix.md"}, "no half of a file is left"
+
+
+@pytest.mark.parametrize(
+    ("parts", "lacks"),
+    [
+        ({"rows": ()}, "faults in bf16 (AT03 first)"),
+        ({"rows": _whole_matrix().rows[1:]}, "faults in fp32 (AT03 first)"),
+        ({"mutants": ()}, "lacks mutants"),
+        ({"limits": ()}, "lacks limits"),
+    ],
+)
+def test_a_part_of_a_matrix_replaces_no_whole_one(
+    checkout: Path, capsys: pytest.CaptureFixture[str], parts: dict[str, Any], lacks: str
+) -> None:
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    _whole_matrix(**parts).save(checkout / "mine.json")
+    before = shipped.read_text()
+    assert main(["matrix", "--from", "mine.json", "--write"]) == 2
+    message = capsys.readouterr().err
+    assert lacks in message and "finish pytest --adapt-selftest, or write it with --partial" in message
+    with pytest.raises(SystemExit):
+        main(["matrix", "--from", "mine.json", "--partial"])
+    assert shipped.read_text() == before and (checkout / "docs" / "kill-matrix.md").read_text() == "the page\n"
+    assert main(["matrix", "--from", "mine.json", "--write", "--partial"]) == 0
+    assert load(shipped) == _whole_matrix(**parts)
+
+
+def test_nothing_is_written_where_the_page_cannot_be_made(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(matrix: KillMatrix) -> str:
+        raise KeyError("value")
+
+    shipped = checkout / "pytest_adapt" / "faults" / "kill_matrix.json"
+    before = shipped.read_text()
+    _whole_matrix().save(checkout / "mine.json")
+    monkeypatch.setattr("pytest_adapt.selftest.page.page", broken)
+    with pytest.raises(KeyError):
+        main(["matrix", "--from", "mine.json", "--write"])
+    assert shipped.read_text() == before
 
 
 def test_a_matrix_that_is_absent_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ WHY = {
     "made_at": "2026-01-01",
     "generator": "by hand",
     "environment": {"numpy": "9.9"},
-    "witness": {"name": "somebody"},
+    "witness": {"name": "somebody", "use_of_budget": 0.5},
 }
 
 
@@ -111,6 +111,68 @@ def test_damage_is_named(store: Store, record: Record, make: Any, tokens: Any, w
     assert [one.kind for one in findings][0] == found.status
 
 
+@pytest.mark.parametrize(
+    "name", ["../outside", "", "/outside", "a/../../outside", "..", "a\\outside", ".hidden", 7, None]
+)
+def test_nothing_outside_a_store_is_touched(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: object
+) -> None:
+    """Whatever an index lists, only files of the store itself are deleted."""
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    index.write_text(json.dumps({**raw, "records": [*raw["records"], {**raw["records"][0], "id": name}]}))
+    (store.directory.parent / "outside.safetensors").write_text("of somebody else")
+    before = snapshot(store.directory.parent)
+    monkeypatch.setattr("pytest_adapt.golden.cli.catalogue_tasks", lambda root: ({}, {}))
+    assert main(["--store", str(store.directory), "prune", "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert f"{index}: entry 2: id {name!r} is no record's name" in said and said.count("\n") == 1
+    assert snapshot(store.directory.parent) == before
+
+
+def test_what_a_target_answered_is_no_reference_under_its_name(store: Store, record: Record) -> None:
+    """Not even with its digest in the index: what a record is of stands in it."""
+    seen = replace(record, key=replace(record.key, math_class="seen-fp32"))
+    seen.save(store.path(record.key.id))
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    raw["records"][0]["digest"] = seen.digest()
+    index.write_text(json.dumps(raw))
+    assert Store(store.directory).lookup(record.key).status == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kind": "truth"}, "kind 'truth'; kinds are reference and observed"),
+        ({"digest": None}, "digest is None"),
+        ({"tokens": "many"}, "tokens is 'many', and not a whole number"),
+        ({"tokens": True}, "tokens is True"),
+        ({"precisions": "fp32"}, "precisions is 'fp32', and not a list"),
+        ({"precisions": [7]}, "precision 7 is no name"),
+        ({"provenance": 7}, "provenance is 7, and not an object"),
+        ({"provenance": "me"}, "provenance is 'me'"),
+        ({"provenance": {**WHY, "witness": ["a"]}}, "its witness is ['a'], and not an object"),
+        ({"provenance": {**WHY, "environment": "here"}}, "its environment is 'here', and not an object"),
+    ],
+)
+def test_an_entry_of_another_form_is_named(store: Store, record: Record, change: dict[str, Any], says: str) -> None:
+    index = store.directory / INDEX
+    raw = json.loads(index.read_text())
+    raw["records"][0] |= change
+    index.write_text(json.dumps(raw))
+    with pytest.raises(StoreError) as caught:
+        verify(Store(store.directory), {record.key.id: record.key})
+    assert str(caught.value).startswith(f"{index}: entry 1: {record.key.id}: {says}")
+
+
+def test_the_index_of_another_version_is_named(store: Store, record: Record) -> None:
+    index = store.directory / INDEX
+    index.write_text(json.dumps({**json.loads(index.read_text()), "schema": 9}))
+    with pytest.raises(StoreError, match="schema 9, this version reads 1"):
+        Store(store.directory).lookup(record.key)
+
+
 def test_the_same_numbers_leave_the_old_bytes(store: Store, record: Record) -> None:
     before = snapshot(store.directory)
     assert store.write(record, {**WHY, "made_at": "later"}) == "same"
@@ -162,7 +224,7 @@ def test_every_reference_needs_a_witness(store: Store, record: Record) -> None:
 
 @pytest.mark.requirement(118)
 def test_the_environment_is_recorded_and_its_drift_reported(store: Store, record: Record) -> None:
-    told = provenance("why")
+    told = provenance("why", store.directory)
     assert told["reason"] == "why" and told["environment"] == environment()
     assert {"python", "numpy", "blas", "isa", "threads"} <= told["environment"].keys()
     store.remove(record.key.id)
@@ -182,22 +244,28 @@ def test_drift_counts_the_records(store: Store, make: Any, tokens: Any) -> None:
     assert drift(store, {"numpy": "1.0"}) == ["numpy: 9.9 -> 1.0 (3 records)"]
 
 
-def test_who_makes_a_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_a_record_names_the_commit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     monkeypatch.chdir(tmp_path)
-    assert provenance("why")["commit"] == "", "no repository"
+    store = tmp_path / "goldens"
+    assert provenance("why", store)["commit"] == "", "no repository"
     git("init", "-q")
     git("-c", "user.name=ana", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "first")
-    (tmp_path / "goldens").mkdir()
-    (tmp_path / "goldens" / "a").touch()
-    told = provenance("why")
+    store.mkdir()
+    (store / "a").touch()
+    told = provenance("why", store)
     assert told["commit"] == git("rev-parse", "HEAD").strip() and not told["dirty"]
     (tmp_path / "b").touch()
-    assert provenance("why")["dirty"]
+    assert provenance("why", store)["dirty"] and provenance("why", Path("goldens"))["dirty"]
+    # The folder that one stands in is another matter.
+    elsewhere = provenance("why", tmp_path_factory.mktemp("elsewhere") / "new")
+    assert elsewhere["commit"] == "" and not elsewhere["dirty"]
     monkeypatch.setenv("PATH", "")
-    assert provenance("why")["commit"] == "", "no git"
+    assert provenance("why", store)["commit"] == "", "no git"
 
 
 def test_difference_of_two_records(record: Record, make: Any, tokens: Any) -> None:
@@ -437,10 +505,22 @@ def test_two_answers_for_one_record_are_not_both_taken(store: Store, tmp_path: P
         accept(store, list_pending(tmp_path / "pending"), WHY, allow_observed=True)
 
 
-def test_a_note_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(RecordError, match=r"x\.json"):
-        list_pending(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"record_id": "../outside"}, "record_id '../outside' is no record's name"),
+        ({"record_id": None}, "record_id None"),
+        ({"kind": "truth"}, "kind 'truth'; kinds are new, update, observed"),
+        ({"provenance": None}, "provenance None is no object"),
+        ({"unheard": 1}, "unheard"),
+    ],
+)
+def test_a_note_that_cannot_be_read_is_named(pending: Path, change: dict[str, Any], says: str) -> None:
+    (note,) = pending.glob("*.json")
+    note.write_text(json.dumps({**json.loads(note.read_text()), **change}))
+    with pytest.raises(RecordError) as caught:
+        list_pending(pending)
+    assert str(note) in str(caught.value) and says in str(caught.value)
 
 
 # The command line -------------------------------------------------------------------------------------------------
@@ -468,6 +548,27 @@ def test_commands(
     propose(pending, record, "update")
     assert main([*base, "reject", "--all"]) == 0
     assert list_pending(pending) == []
+
+
+def test_where_nothing_is_read_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "absent", tmp_path / "file"):
+        for words in (["list"], ["verify"], ["prune"], ["review", "--markdown"]):
+            with pytest.raises(SystemExit, match="2"):
+                main(["--store", str(place), *words])
+            assert f"{place} is no directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--store", str(tmp_path / "file"), "accept", "--all", "--reason", "x"])
+    base = ["--store", str(tmp_path), "--pending", str(tmp_path / "pending")]
+    for command in ("list", "verify"):
+        assert main([*base, command]) == 0
+        assert "nothing was read: the store holds no record" in capsys.readouterr().out
+    assert main([*base, "accept", "--all", "--reason", "x"]) == 0
+    assert capsys.readouterr().out == f"nothing is pending in {tmp_path / 'pending'}\n"
+    for words in (["accept", "--all"], ["make"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*base, *words, "--reason", "  "])
+        assert "argument --reason: is empty" in capsys.readouterr().err
 
 
 def test_review_asks_about_each_pending_record(
@@ -514,6 +615,40 @@ def test_of_every_model_some_short_prompt_ends_with_certain_routing(name: str) -
     records = [Record.load(store.path(key)) for key in store.entries if key.startswith(f"{name}.")]
     for precision in catalogue()[name].precisions:
         assert any(record.certified(precision)[min(len(record.tokens), 64) - 1] for record in records), precision
+
+
+def test_a_cached_record_is_what_it_says_and_not_what_its_file_is_called(
+    live: OracleReference, tokens: Any, tmp_path: Path
+) -> None:
+    """Files that changed their names among each other cost time, and never a verdict."""
+
+    def asked() -> dict[str, Record]:
+        fresh = replace(live, cache=tmp_path, _kept={})
+        return {
+            f"{name} {precision}": fresh._cached(name, sequence, precision)
+            for name, sequence in (("p", tokens(6)), ("q", tokens(6, seed=1)))
+            for precision in ((), ("fp32",), ("bf16",))
+        }
+
+    first, files = asked(), sorted(tmp_path.iterdir())
+    assert len(files) == len(first)
+    kept = {path: path.read_bytes() for path in files}
+    for path, other in zip(files, (*files[1:], files[0]), strict=True):
+        path.write_bytes(kept[other])
+    again = asked()
+    assert {name: one.digest() for name, one in again.items()} == {name: one.digest() for name, one in first.items()}
+    assert {path: path.read_bytes() for path in files} == kept, "each file is made again"
+
+
+def test_a_cached_record_is_found(live: OracleReference, tokens: Any, tmp_path: Path) -> None:
+    """By whatever name a model and a prompt go: two directories of one checkpoint share it."""
+    first = replace(live, cache=tmp_path, _kept={})._cached("p", tokens(6), ("fp32",))
+    (path,) = tmp_path.iterdir()
+    written = path.stat().st_mtime_ns
+    again = replace(live, cache=tmp_path, model="other", _kept={})._cached("q", tokens(6), ("fp32",))
+    assert path.stat().st_mtime_ns == written and list(tmp_path.iterdir()) == [path]
+    assert again.key == replace(first.key, model="other", prompt="q")
+    assert np.array_equal(again.lse, first.lse)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(live: OracleReference, tokens: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pytest_adapt.models import ModelEntry, ModelError, catalogue, materialise, prompts, spec_hash
+from pytest_adapt.models.prompts import lengths_of
 from pytest_adapt.models.weights import TensorSpec, draw, tensors
 
 PROCEDURAL = [entry for entry in catalogue().values() if entry.kind == "procedural"]
@@ -153,6 +154,7 @@ def test_an_unknown_model_is_named_with_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("entry", PROCEDURAL, ids=lambda e: e.name)
 def test_prompts_stay_inside_vocabulary_and_context(entry: ModelEntry, root: Path) -> None:
     found = prompts(entry, materialise(entry.name, root))
+    assert {name: len(ids) for name, ids in found.items()} == lengths_of(entry)
     assert any(len(value) % 16 for value in found.values())
     for name, tokens in found.items():
         assert name.split("-")[0] in entry.prompts

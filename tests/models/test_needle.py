@@ -173,6 +173,13 @@ def test_a_lost_needle_is_named(needle: ModelEntry) -> None:
     assert f"{lost.needle} asked at {lost.position} ({lost.where})" in needles.detail
 
 
+def test_the_least_context_holds_a_question_and_a_shorter_one_is_refused(needle: ModelEntry) -> None:
+    least = needle.least_context
+    assert all(recall.questions for recall in recalls(needle, least))
+    with pytest.raises(ModelError, match=f"a context of {least - 1} holds no question; the least is {least}"):
+        recalls(needle, least - 1)
+
+
 def test_a_model_without_closed_form_is_refused() -> None:
     with pytest.raises(ModelError, match="llama-odd is no needle model"):
         recalls(catalogue()["llama-odd"], 64)

@@ -1,4 +1,5 @@
-"""ci/clean_runs.py draws what can run and hides nothing; ci/mutation.py tries a mutant on all that could see it."""
+"""Trial scripts refuse what they cannot do; ci/clean_runs.py draws what can run and hides nothing; ci/mutation.py tries
+a mutant on all that could see it."""
 
 from __future__ import annotations
 
@@ -44,8 +45,109 @@ def test_drawn_settings_are_legal_varied_and_the_same_again() -> None:
     assert not [one for one in drawn if fits(one["layout"], catalogue()[one["model"]].config)]
     assert {one["layout"] for one in drawn} == {"single", "tp2", "ep2"}
     assert len({one["weights"] for one in drawn}) == 40
-    with pytest.raises(SystemExit, match="round"):
-        clean.drawn(drawing(shape="round"), 0)
+    with_experts = [clean.drawn(drawing(layouts="ep2"), number) for number in range(20)]
+    assert {one["layout"] for one in with_experts} == {"ep2"} and "llama-odd" not in {
+        one["model"] for one in with_experts
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"shape": "round"}, "shape 'round'.*aligned.*odd"),
+        ({"families": "llama,lama"}, "family of 'llama,lama'.*deepseek_v3, llama"),
+        ({"layouts": "single,zz"}, "--layouts: layout zz: cannot read 'zz'"),
+        ({"layouts": "single,ep5", "families": "llama"}, "no model of the shape 'odd' can take ep5"),
+        ({"precisions": "bf16,fp8"}, "--precisions: 'fp8' is none of fp32, bf16, fp16"),
+        ({"concurrency": "4,0"}, "--concurrency: '0' is none of the numbers from 1 on"),
+    ],
+)
+def test_settings_that_nothing_has_are_refused(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        script("clean_runs").models_of(drawing(**wrong))
+
+
+def one_line(arguments: argparse.Namespace, number: int, options: list[str], exit_code: int = 0) -> dict[str, Any]:
+    """What a run of ci/clean_runs.py leaves, without the run."""
+    settings = script("clean_runs").settings_of(arguments, options)
+    chosen = {"model": "llama-odd", "precision": "bf16", "layout": "single", "weights": 1}
+    done = {"target": "builtin", "settings": settings, "number": number, **chosen, "exit": exit_code}
+    return {**done, "seconds": 1.0, "statuses": {"fail": 1} if exit_code else {"pass": 1}, "cells": {}}
+
+
+def test_a_red_run_stays_red_and_other_settings_are_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean, done = script("clean_runs"), []
+
+    def run(arguments: argparse.Namespace, number: int, options: list[str]) -> dict[str, Any]:
+        done.append((arguments.precisions, arguments.concurrency, options, number))
+        return one_line(arguments, number, options, exit_code=int(len(done) == 1))
+
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clean_runs.py", str(tmp_path), *words])
+        return int(clean.main())
+
+    monkeypatch.setattr(clean, "one_run", run)
+    assert call("builtin", "--runs", "2") == 1
+    assert call("builtin", "--runs", "2") == 1, "nothing is left to do, and what was red stays red"
+    assert len(done) == 2
+    runs = tmp_path / "runs.jsonl"
+    whole = runs.read_text()
+    for changed in (["--precisions", "fp32"], ["--concurrency", "1"], ["--", "-k", "sites"]):
+        assert call("builtin", "--runs", "1", *changed) == 1
+    assert [one[3] for one in done] == [0, 1, 0, 0, 0]
+    runs.write_text(whole[:-20])  # it was stopped while it wrote
+    assert call("builtin", "--runs", "2") == 1
+    assert "its last line was cut off; it counts as not done" in capsys.readouterr().err
+    assert len(done) == 6 and len(script("trial_lines").read(runs)) == 2
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
+    with pytest.raises(SystemExit, match="runs.jsonl:2: no JSON .*; remove the line"):
+        script("trial_lines").read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("clean_runs", ["nowhere"], "nowhere/runs.jsonl holds no run; give a SPEC to judge"),
+        ("clean_runs", ["there", "builtin", "--runs", "0"], "argument --runs: '0' is not a number of at least 1"),
+        ("clean_runs", ["there", "builtin", "--runs", "-3"], "argument --runs: '-3' is not a number of at least 1"),
+        ("mutation", ["nowhere", "--table"], "nowhere/mutants.jsonl holds no mutant; leave --table out"),
+        ("mutation", ["there", "--mutants", "0"], "argument --mutants: '0' is not a number of at least 1"),
+        ("mutation", ["there"], "cannot be imported; install them: pip install cosmic-ray coverage"),
+        ("blind", ["--faults", "0"], "argument --faults: '0' is not a number of at least 1"),
+        ("blind", ["--observables", "foo"], "--observables: 'foo' is none of taps, logits, score, topk, text"),
+        ("blind", ["--matrix", "nope.json"], "--matrix: kill matrix nope.json"),
+        ("blind", ["--faults", "1", "--", "--no-such-option"], "pytest ended with 4 and without a report: "),
+        ("limits", ["--models", ""], "--models: '' is none of "),
+        ("limits", ["--models", "nope"], "--models: 'nope' is none of "),
+        ("limits", ["--precisions", "fp8"], "--precisions: 'fp8' is none of fp32, bf16, fp16"),
+        ("drills", ["--count", "0"], "--count: 0 is not a number of at least 1"),
+        ("peers/judge", ["line", "model", "--runs", "0"], "--runs: 0 is not a number of at least 1"),
+        ("museum/run", ["--json", "nowhere/found.json"], "--json=nowhere/found.json: no file can be written there"),
+        ("museum/run", ["--venvs", "file"], "--venvs=file: no folder can be made there"),
+    ],
+)
+def test_wrong_usage_is_said_at_once(name: str, words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    absent = "import sys; sys.modules['cosmic_ray'] = None; import runpy; sys.argv = sys.argv[1:]\n"
+    code = f"{absent}runpy.run_path(sys.argv[0], run_name='__main__')"
+    places = [str((CI / name).parent), str(CI.parent), str(CI.parent / "engine")]  # the script's own folder first
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(CI / f"{name}.py"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode not in (0, 99) and said in done.stderr.replace("\n", " "), done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("there/runs.jsonl"))
 
 
 @pytest.mark.parametrize(

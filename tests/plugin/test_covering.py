@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,6 +146,7 @@ def test_what_is_no_duration(text):
 
 SUITE = """
     import pytest
+    @pytest.mark.adapt(rung="loads")
     @pytest.mark.parametrize("path", ["a", "b"])
     def test_it(target, model, layout, precision, context_length, path): pass
 """
@@ -173,7 +175,11 @@ def test_a_time_box_runs_some_cases_and_counts_the_rest(folder: Folder, write) -
     boxed.stdout.fnmatch_lines(
         [f"adapt: time box 14s: {box['chosen']} of 16 cases, {box['not_run']} not run for time; *"]
     )
-    boxed.stdout.fnmatch_lines([f"time box 14s: *{len(box['untested'])} untested (time_box in the report)*measured"])
+    boxed.stdout.fnmatch_lines([f"time box 14s: *{len(box['untested'])} untested (time_box in the report)*measured*"])
+    # Green, and yet no word of trust: cases are missing.
+    assert boxed.ret == 0 and report["ladder"]["trusted"] == 0
+    assert report["ladder"]["text"].startswith("narrowed run: rung 1 (loads) green")
+    assert report["ladder"]["text"].endswith("says nothing about trust")
     assert len(json.loads(costs.read_text())["targets"]["py:targets:Echo"]["cases"]) == 16, "what did not run is kept"
 
 
@@ -188,6 +194,9 @@ def test_workers_and_plan_choose_alike(folder: Folder, write) -> None:
     args = ("--adapt-target=py:targets:Echo", *ARGS, ".")
     plan = folder.run_bare("--adapt-plan", "--adapt-time=20s", *args)
     chosen = plan.parseoutcomes()
+    minutes = next(re.search(r"([\d.]+) minutes", line) for line in plan.outlines if line.startswith("total: "))
+    seconds = next(re.search(r"estimated (\d+) s", line) for line in plan.outlines if line.startswith("time box"))
+    assert minutes and seconds and abs(60 * float(minutes[1]) - float(seconds[1])) <= 3.5, "one estimate, said twice"
     result = folder.run_subprocess("-p", "xdist.plugin", "-n", "2", "--adapt-time=10s", *args)
     box = folder.report()["time_box"]
     assert result.ret == 0 and box["workers"] == 2
@@ -218,9 +227,18 @@ def test_wrong_values_are_wrong_usage(folder: Folder, write, option: str, said: 
     result.stderr.fnmatch_lines([f"*{said}*"])
 
 
-def test_a_damaged_file_of_costs_is_no_obstacle(folder: Folder, write) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[" * 200_000,
+        '{"schema": 1, "targets": {"py:targets:Echo": {"open_seconds": 1' + "0" * 400 + ', "cases": {}}}}',
+    ],
+    ids=["torn", "brackets", "400 digits"],
+)
+def test_a_damaged_file_of_costs_is_no_obstacle(folder: Folder, write, content: str) -> None:
     write(SUITE)
-    (folder.path / ".adapt" / "costs.json").write_text("{")
+    (folder.path / ".adapt" / "costs.json").write_text(content)
     result = folder.run("Echo", "--adapt-time=1h", "--adapt-strength=3", *ARGS, ".")
     assert result.parseoutcomes() == {"passed": 16}
     assert folder.report()["time_box"]["strength"] == 3

@@ -84,9 +84,14 @@ def test_a_failure_that_depends_on_the_whole_length_is_found_too(late: Folder, w
 
 def test_a_prompt_that_the_model_has_not_is_named(folder: Folder, write: Write) -> None:
     write(test_mine=JUDGED)
-    result = folder.run("Oracle", FP32, "--adapt-prompt=mine:3", "test_mine.py")
-    assert "has no prompt 'mine' (--adapt-prompt); it has random-1" in result.stdout.str()
-    assert result.ret == 1
+    usage = folder.run("Oracle", FP32, "--adapt-prompt=mine:3", "test_mine.py")
+    assert usage.ret == 4
+    assert "no model of this run has a prompt 'mine'; there are random-1" in usage.stderr.str()
+    # One that another model of the run has is nothing that this one owes.
+    both = "--adapt-models=qwen3-moe-odd,llama-odd"
+    result = folder.run("Oracle", FP32, both, "--adapt-prompt=searched-0:3", "test_mine.py")
+    assert result.ret == 0
+    assert "model llama-odd has no prompt 'searched-0' (--adapt-prompt); it has random-1" in result.stdout.str()
     usage = folder.run("Oracle", FP32, "--adapt-prompt=random-1:0", "test_mine.py")
     assert usage.ret == 4
     assert "--adapt-prompt: 'random-1:0' is no prompt; write NAME or NAME:TOKENS" in usage.stderr.str()
@@ -108,6 +113,61 @@ def test_a_box_that_shows_text_alone_is_asked_for_one_token(late: Folder, write:
     assert late.run("Long", FP32, "--adapt-observables=text", "test_mine.py").ret == 1
     found = next(case["prefix"] for case in late.report()["cases"] if case["prefix"])
     assert max(30, found["passes"]) < found["tokens"] <= 37  # not every row that is off has another first token
+
+
+@pytest.mark.requirement(116)
+@pytest.mark.parametrize(
+    ("new", "target", "why"),
+    [
+        (24, "Answering", "none, position 20 is of the answer: the 15 tokens of boundary-15 alone do not show it"),
+        (1, "Tired", "none, no beginning of random-1 fails alone: it depends on what else was asked"),
+        (1, "Gone", "none, the target could not be asked again: the server died"),
+    ],
+)
+def test_why_there_is_no_shortest_prompt_is_said(folder: Folder, write: Write, new: int, target: str, why: str) -> None:
+    file = folder.path / "targets.py"
+    file.write_text(
+        file.read_text()
+        + """
+
+class Answering(Oracle):
+    def logits(self, tokens):
+        found = super().logits(tokens).copy()
+        found[20:] = np.roll(found[20:], 1, axis=-1)
+        return found
+
+class Tired(Oracle):
+    count = 0
+    def run(self, requests):
+        for response in super().run(requests):
+            type(self).count += 1
+            if self.count == 2:  # after the probe
+                response.tokens = tuple(token + 1 for token in response.tokens)
+            yield response
+
+class Gone(Tired):
+    def run(self, requests):
+        if self.count > 1:
+            raise TargetError("the server died")
+        yield from super().run(requests)
+"""
+    )
+    write(
+        test_mine=f"""
+        import pytest
+        @pytest.mark.adapt(needs=("text",))
+        def test_greedy(target, model, precision, reference, judge):
+            name = "boundary-15" if {new} > 1 else "random-1"
+            tokens = model.all_prompts[name]
+            response = target.generate(tokens, {new}, ("text",))
+            judge.generated(name, response, reference.record(name, tokens + response.tokens[:-1]), tokens)
+        """
+    )
+    result = folder.run(target, FP32, "--adapt-observables=text", "test_mine.py")
+    assert result.ret in (1, 4)
+    (found,) = folder.report()["cases"]
+    assert (found["prefix"], found["no_prefix"]) == (None, why)
+    assert f"   shortest: {why}" in result.outlines
 
 
 @pytest.mark.requirement(116)

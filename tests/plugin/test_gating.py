@@ -336,7 +336,7 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
             def token(self, length): self.made += int(os.environ.get("EACH", "1"))
             def stats(self):
                 made = float(self.made)
-                return {"made": made, "op.draw.calls": made, "held_bytes": 64.0, "busy_share": 0.25}
+                return {"made": made, "op.draw.calls": made, "held_bytes": 64.0, "busy_share": 0.25, "free": 99 - made}
         """
     )
     gated.pytester.makeini("[pytest]\nadapt_goldens_dir = mine\n")
@@ -356,9 +356,17 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert statuses() == {"pass"}
     ledger = gated.path / "mine" / "counters" / "spin.json"
     rows = {row["key"]: row["counters"] for row in json.loads(ledger.read_text())["cases"]}
-    assert rows["llama-odd single fp32 decode"] == {"held_bytes": 64, "made": 12, "op.draw.calls": 12}
+    counted = {"held_bytes": 64, "made": 12, "op.draw.calls": 12}  # what falls is no counter
+    assert rows["llama-odd single fp32 decode"] == counted
     before = ledger.read_text()
     assert statuses("--adapt-goldens=new") == {"pass"} and ledger.read_text() == before
+    ledger.write_text(before.replace(f'"counters": {json.dumps(counted)}', '"counters": null'))
+    result = gated.run_bare(*args, "-k", "decode")
+    assert set(gated.statuses().values()) == {"fail"}
+    assert "spin.json: cannot be read as counters (llama-odd single fp32 decode: counters are None" in (
+        result.stdout.str()
+    )
+    ledger.write_text(before)
     monkeypatch.setenv("EACH", "2")
     result = gated.run_bare(*args)
     assert result.ret == 1 and set(gated.statuses().values()) == {"mismatch"}
@@ -384,6 +392,14 @@ def test_counters_are_proposed_accepted_and_then_held(gated: Folder, monkeypatch
     assert (gone.ret, list(gated.statuses().values())) == (1, ["gone"])
     assert "llama-odd single fp32 sprint" in gone.stdout.str()
     assert main([*store, "verify"]) == 1
+    # Of a cell that has records a load without one is new; a cell without any is unchecked: no false alarm.
+    raw["cases"] = [row for row in raw["cases"] if not row["key"].endswith((" sprint", " decode"))]
+    ledger.write_text(json.dumps(raw))
+    assert statuses("-k", "decode") == {"new"}
+    raw["cases"] = [{**row, "key": row["key"].replace("llama", "mixtral")} for row in raw["cases"]]
+    ledger.write_text(json.dumps(raw))
+    assert gated.run_bare(*args[:-1], "benchmark/test_counters.py", "-k", "record").ret == 1, "nothing was judged"
+    assert set(gated.statuses().values()) == {"unchecked"}
 
 
 @pytest.mark.requirement(30, 46, 108)
@@ -395,6 +411,8 @@ def test_the_built_in_engine_does_the_work_that_is_on_record(gated: Folder) -> N
     # Products that are computed twice give the same answers, and other counts.
     result = gated.run_subprocess(*args, "--adapt-inject=PF03", "-k", "on_record and work and decode and fp32")
     assert (result.ret, set(gated.statuses().values())) == (1, {"mismatch"})
-    assert (
-        "framework.calls " in result.stdout.str() and "if that is meant: --adapt-goldens=update" in result.stdout.str()
+    assert "framework.calls " in result.stdout.str()
+    way = (
+        "   if that is meant: --adapt-goldens=update --adapt-reason='why', then python -m pytest_adapt counters accept"
     )
+    assert way in result.outlines, "the summary gives the way out whole, in a line of its own"

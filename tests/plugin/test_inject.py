@@ -47,6 +47,14 @@ def test_a_fault_that_was_exercised_and_not_seen_is_named(folder: Folder) -> Non
     assert "fault RT04 was exercised and nothing was red" in result.stdout.str()
 
 
+def test_nothing_is_proposed_with_a_fault(folder: Folder) -> None:
+    wrong = ("--adapt-inject=RP12", "--adapt-models=qwen3-moe-odd", "--adapt-profile=smoke", "--adapt-precisions=fp32")
+    test = "correctness/test_predictions.py"
+    result = folder.run_subprocess("--adapt-target=builtin", *wrong, test, "-k", "predictions_match")
+    assert result.ret == 1 and "fail" in folder.statuses().values()
+    assert not list((folder.path / ".adapt").glob("pending/*"))
+
+
 class Run:
     """What a collector asks of its run."""
 
@@ -65,6 +73,14 @@ class Run:
         ("RT04", set(), "fail", "never exercised"),  # what is red has another cause
         ("RT04", {("qwen3-moe-odd", "single")}, "pass", "never exercised"),
         ("RT04", {("mine", "single")}, "fail", ""),
+        (
+            "RT04",
+            {("mine", "single")},
+            "waived",
+            "exercised; all that was red is a known failure (1 waived)",
+        ),
+        ("RT04", {("mine", "single")}, "xfail", "a known failure (1 xfail)"),
+        ("RT04", set(), "waived", "never exercised"),
         ("RT04", {("deepseek-v3-odd-pos", "tp2")}, "pass", "exercised and nothing was red"),
         ("EX08", {("qwen3-moe-wide", "single")}, "pass", "never exercised"),
         ("EX08", {("qwen3-moe-wide", "ep4")}, "pass", "exercised and nothing was red"),

@@ -314,6 +314,21 @@ def test_needle_models_are_left_to_the_tests_that_name_them(folder: Folder, writ
     }
 
 
+def test_a_profile_gives_a_needle_model_no_context_without_a_question(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        @pytest.mark.adapt(classes="needle")
+        def test_apart(model, context_length): assert model.recalls(context_length)
+        """
+    )
+    models = "--adapt-models=needle-llama,needle-mixtral"
+    assert folder.run("Echo", models, "--adapt-plan", "test_mine.py").ret == 0
+    assert folder.run("Echo", models, "test_mine.py").ret == 0
+    names = {"test_mine.py::test_apart[needle-llama-64]", "test_mine.py::test_apart[needle-mixtral-1024]"}
+    assert set(folder.statuses()) == names
+
+
 def test_the_plan_counts_recall_prompts(folder: Folder, write: Write) -> None:
     write(
         test_mine="""

@@ -54,7 +54,7 @@ def test_command_line_then_environment_then_ini_then_default(
             ["--adapt-models=qwen3-moe-od"],
             "neither a checkpoint directory nor in the catalogue (did you mean qwen3-moe-odd",
         ),
-        (["--adapt-models=empty"], "config.json: cannot be read as JSON"),
+        (["--adapt-models=empty"], "empty has no config.json; name the directory of a checkpoint"),
         (["--adapt-models=deep"], "config.json: cannot be read as JSON (maximum recursion depth"),
         (["--adapt-models=wordless"], "config.json: vocab_size is None, expected a number of at least 8"),
         (["--adapt-models=textual"], "config.json: num_attention_heads is 'many', expected a number of at least 0"),
@@ -68,7 +68,11 @@ def test_command_line_then_environment_then_ini_then_default(
         (["--adapt-goldens=write"], "allowed: check, new, update, observe, off"),
         (["--adapt-goldens=update"], "--adapt-goldens=update needs --adapt-reason"),
         (["--adapt-goldens=update", "--adapt-reason=why"], "--adapt-goldens=update needs a selection"),
+        (["--adapt-goldens=update", "--adapt-reason= "], "--adapt-reason is empty"),
+        (["--adapt-goldens-dir=absent"], "adapt_goldens_dir: absent does not exist"),
+        (["--adapt-goldens-dir=taken"], "adapt_goldens_dir: taken is no directory"),
         (["--adapt-inject=RT01"], "--adapt-inject=RT01 needs --adapt-target=builtin"),
+        (["--adapt-inject=RT01", "--adapt-goldens=observe"], "nothing is recorded of a target with a fault"),
         (["--adapt-reference=nope:"], "unknown target 'nope:'"),
         (["--adapt-matrix=gitlab"], "allowed: github"),
         (["--adapt-layouts="], "--adapt-layouts is empty; give it a value (LAYOUT[,..]), or leave it out"),
@@ -81,6 +85,20 @@ def test_command_line_then_environment_then_ini_then_default(
             "--adapt-precisions is given twice, as 'fp32' and as 'bf16'; give it once",
         ),
         (["--adapt-contexts=8192", "--adapt-models=qwen3-moe-odd"], "has 4352 positions"),
+        (
+            ["--adapt-contexts=4096,15", "--adapt-models=needle-llama"],
+            "--adapt-contexts=15: model needle-llama is asked nothing in so short a context; give 16 or more",
+        ),
+        (
+            ["--adapt-prompt=random-36"],
+            "--adapt-prompt: no model of this run has a prompt 'random-36' (did you mean random-3",
+        ),
+        (["--adapt-prompt=nosuch"], "has a prompt 'nosuch'; there are random-1, random-37, "),
+        (
+            ["--adapt-prompt=random-37:38"],
+            "--adapt-prompt=random-37:38: the prompt has 37 tokens; give at most so many",
+        ),
+        (["--adapt-contexts=1023", "--adapt-models=needle-mixtral"], "give 1024 or more"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_4(folder: Folder, args: list[str], message: str) -> None:
@@ -197,6 +215,14 @@ def test_settings_give_their_own_command_line() -> None:
     sources = {"target": "environment", "precisions": "command line", "profile": "ini file", "report": "command line"}
     settings = Settings("hf:", precisions=("fp32", "bf16"), profile="full", report="out", sources=sources)
     assert settings.arguments() == ["--adapt-target=hf:", "--adapt-precisions=fp32,bf16"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(("random-37", 0), "random-37"), (("random-37", 5), "random-37:5")])
+def test_a_prompt_is_written_as_it_may_be_given(folder: Folder, value: tuple[str, int], text: str) -> None:
+    settings = Settings("hf:", prompt=value, sources={"prompt": "command line"})
+    assert settings.arguments() == [f"--adapt-prompt={text}"]
+    models = ("--adapt-models=qwen3-moe-odd,smollm2", "--adapt-plan")
+    assert folder.run("Echo", *settings.arguments(), *models).ret == 0
 
 
 def test_help_lists_every_option_once(folder: Folder) -> None:

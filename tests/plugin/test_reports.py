@@ -139,7 +139,12 @@ def test_measured_costs_feed_the_next_plan(folder: Folder, write: Write) -> None
     write(test_mine="def test_it(target): target.generate((1, 2, 3), 4)")
     assert folder.run("Echo", "test_mine.py").ret == 0
     result = folder.run("Echo", "--adapt-plan", "test_mine.py")
-    assert "costs measured by the run in" in result.stdout.str()
+    assert "costs of 2 of 2 cases measured (.adapt/costs.json)" in result.outlines
+    # Another model's costs are not this one's, and the line says so.
+    other = folder.run("Echo", "--adapt-plan", "--adapt-models=llama-odd", "test_mine.py")
+    assert "costs of 0 of 2 cases measured (.adapt/costs.json), the rest estimated" in other.outlines
+    unknown = folder.run("Dies", "--adapt-plan", "test_mine.py")
+    assert any(line.startswith("costs assumed: 5 s a deployment") for line in unknown.outlines)
 
 
 def test_hooks_see_each_finished_case(folder: Folder, write: Write) -> None:

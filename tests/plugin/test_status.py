@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,20 @@ def test_every_status_has_its_outcome() -> None:
         assert (outcome(status, True), outcome(status, False)) == expected[status]
     assert set(OUTCOMES) == set(Status)
     assert {status for status in Status if outcome(status, True) != "failed"} == GREEN
+
+
+def test_the_page_has_every_status() -> None:
+    """With the outcomes of the table above; several in one row share them, or have one each."""
+    page = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    rows = page.partition("\n## Statuses\n")[2].partition("\n\nWhat is required")[0].strip().splitlines()[2:]
+    told: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        names, _, *outcomes = (cell.strip() for cell in row.strip("|").split("|"))
+        groups = [re.findall("`([^`]+)`", group) for group in names.split(";")]
+        said = [cell.split("; ") for cell in outcomes]
+        for number, group in enumerate(groups):
+            told |= dict.fromkeys(group, (said[0][number], said[1][number]))
+    assert told == {status.value: (outcome(status, True), outcome(status, False)) for status in Status}
 
 
 @pytest.mark.parametrize("kind", sorted(REQUIREMENTS))
@@ -172,6 +188,11 @@ def test_a_run_that_left_the_lowest_rung_out_says_nothing_about_trust() -> None:
     )
     assert str(climb([case("correct", "unknown", required=False)])) == (
         "narrowed run: no rung was judged; says nothing about trust"
+    )
+    everything = [case(name, "pass") for name in RUNGS]
+    assert climb(everything).trusted == 8 and climb(everything, narrowed=True).trusted == 0
+    assert str(climb(everything[:2], narrowed=True)) == (
+        "narrowed run: rung 1 (loads) green, rung 2 (correct) green; says nothing about trust"
     )
     assert str(climb([case("loads", "waived")])) == "trust begins with rung 1 (loads), where nothing passed"
     assert str(climb([case("loads", "fail")])) == "not trusted on any rung; rung 1 (loads) is red"

@@ -166,6 +166,33 @@ def test_what_is_required_follows_from_the_kind(
     assert result.ret == ("failed" in outcome)
 
 
+def test_an_endpoint_owes_one_observable_and_whatever_it_declares(folder: Folder, write: Write) -> None:
+    write(
+        test_mine="""
+        import pytest
+        from targets import Echo, Info
+        class Hides(Echo):
+            def open(self, deployment):
+                return Info("hides", "1", observables=frozenset({"topk", "text"}), vocab_size=331)
+        def test_text(target): pass
+        @pytest.mark.adapt(rung="correct", needs=("logits", "score", "topk"))
+        def test_numbers(target): pass
+        def test_numbers_in_passing(target): target.score((1, 2), ("topk",))
+        """
+    )
+
+    def owed() -> list[tuple[str, bool]]:
+        return sorted((case["status"], case["required"]) for case in folder.report()["cases"])
+
+    models = "--adapt-models=qwen3-moe-odd"
+    assert folder.run("TextOnly", FP32, models, "test_mine.py").ret == 0
+    assert owed() == [("pass", True), ("unknown", False), ("unknown", False)]
+    hides = (FP32, models, "--adapt-require=endpoint", "test_mine.py")
+    assert folder.run_bare("--adapt-target=py:test_mine:Hides", *hides).ret == 1
+    assert owed() == [("pass", True), ("unknown", True), ("unknown", True)]
+    assert any("topk: declared, but absent from the answer" in case["reason"] for case in folder.report()["cases"])
+
+
 def test_features(folder: Folder, write: Write) -> None:
     write(
         test_mine="""

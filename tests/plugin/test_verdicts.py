@@ -26,13 +26,16 @@ JUDGED = """
 
 def test_a_right_target_passes(folder: Folder, write: Write) -> None:
     write(test_mine=JUDGED)
+    history = folder.path / ".adapt" / "headroom.jsonl"
+    history.write_bytes(b"\xff\xfe\x00\n")  # what a crash left there ends no later run
     result = folder.run("Oracle", FP32, "test_mine.py")
     assert result.ret == 0, result.stdout.str()
     (case,) = folder.report()["cases"]
     assert case["status"] == "pass"
     assert case["observable"] == "logits"
     assert sum(one["compared"] for one in case["measurements"]) > 1000
-    (run,) = read(folder.path / ".adapt" / "headroom.jsonl")
+    (run,), left_out = read(history)
+    assert left_out == 1
     cell = "test_mine.py::test_predictions | qwen3-moe-odd | single | fp32 | logprob.rms"
     assert run["target"] == "py:targets:Oracle" and 0 < run["cells"][cell] < 1
 
@@ -133,7 +136,11 @@ def test_waivers(folder: Folder, write: Write) -> None:
     assert sorted(folder.statuses().values()) == ["pass", "pass", "waived", "waived"]
 
     known.write_text(entry.format(cases=both, expires="2999-01-01", quota=1))
-    assert folder.run("Echo", "test_mine.py").parseoutcomes() == {"passed": 2, "xfailed": 1, "failed": 1}
+    result = folder.run("Echo", "test_mine.py")
+    assert result.parseoutcomes() == {"passed": 2, "xfailed": 1, "failed": 1}
+    (line,) = (line for line in result.outlines if line.startswith("waiver 1 "))
+    assert line.endswith("its quota of 1 is spent; 1 more of its cases failed")
+    assert "change it by hand" not in result.stdout.str()
 
     known.write_text(entry.format(cases=both, expires="2020-01-01", quota=2))
     result = folder.run("Echo", "test_mine.py")
@@ -182,6 +189,9 @@ def test_a_waiver_that_nobody_needs_fails_and_the_patch_removes_it(folder: Folde
     assert folder.report()["exit"] == 1
     (case,) = (one for one in folder.report()["cases"] if one["status"] == "waived")
     assert case["waiver"] == 1
+    folder.pytester.makeini(f"[pytest]\nadapt_waivers = {known}\n")
+    assert "--- a/known.toml" in folder.run("Echo", "test_mine.py").outlines, "an absolute path below rootdir"
+    folder.pytester.makeini("[pytest]\nadapt_waivers = known.toml\n")
     # A narrowed run may have left out the case that needs an entry.
     assert folder.run("Echo", FP32, "test_mine.py", "-k", "good").ret == 0
     assert [one["state"] for one in folder.report()["waivers"]] == ["absent", "used"]

@@ -114,6 +114,20 @@ def test_the_budget_of_a_row_that_stands_out_grows_with_it_and_with_luck() -> No
     assert np.delete(found, 50) == pytest.approx(MAX_FACTOR * 2e-2)
 
 
+def test_an_emulation_whose_largest_error_is_small_by_luck() -> None:
+    """The largest of 76 normal errors is 2.6 standard deviations in the median; here it is 1.5, and counts as 2.6."""
+    lucky = noise(5, 76, 1)
+    lucky = np.clip(lucky, -1.2, 1.2)
+    root = math.sqrt(float(np.mean(lucky**2)))
+    comparison = Comparison(rows=[rows(noise(6, 76, 1), lucky)])
+    limits = comparison.row_budgets()[0]
+    assert limits.min() == pytest.approx(MAX_FACTOR * 2.61 * root, rel=0.01)
+    assert limits.min() > 1.5 * MAX_FACTOR * np.abs(lucky).max()
+    # An emulation that errs as such a one does is not touched.
+    usual = np.concatenate([lucky[:75], [[3.0]]])
+    assert Comparison(rows=[rows(usual, usual)]).row_budgets()[0].min() == pytest.approx(MAX_FACTOR * 3.0)
+
+
 def test_few_values_decide_little() -> None:
     assert spread(0) == math.inf
     assert spread(1) > spread(10) > spread(100) > 1.0

@@ -178,6 +178,42 @@ def test_a_fault_unlike_every_known_one_is_not_forced_onto_one(fault: str) -> No
 
 
 @pytest.mark.requirement(117)
+@pytest.mark.parametrize("fault", [name for name in WHITE_BOX if name != "EX04"])
+@pytest.mark.parametrize("only", [SITES, PREDICTIONS])
+def test_a_run_of_few_tests_is_compared_with_what_these_tests_show(fault: str, only: str) -> None:
+    """What was not run speaks against nobody; the rest of a row is no evidence."""
+    cases = [one for one in red(fault, precision="fp16", scale=1.06) if one["case"].startswith(only)]
+    made = report(cases)
+    made["cases"] = cases
+    (found,) = of_report(made, matrix())
+    assert places(found)[0] == fault
+    assert not any("metric" in one or "test" in one for one in found.matches[0].differs)
+
+
+def test_a_test_that_stays_green_under_a_fault_speaks_against_it() -> None:
+    (cases,) = (red("SC10"),)
+    made = report(cases)
+    made["cases"] = cases
+    (found,) = of_report(made, matrix())
+    assert places(found)[0] == "SC10" and places(found).index("RT04") > places(found).index("")
+
+
+def test_where_ranks_add_nothing_the_run_on_one_rank_is_compared() -> None:
+    on_one = red("NM05", precision="fp16")
+    on_two = [one for layout in ("tp2", "sp2", "pp2") for one in red("NM05", precision="fp16", layout=layout)[1:]]
+    (alone,), (both,) = (of_report(report(cases), matrix()) for cases in (on_one, [*on_one, *on_two]))
+    assert [match.likelihood for match in alone.matches] == [match.likelihood for match in both.matches]
+
+
+@pytest.mark.parametrize("status", ["unknown", "inconclusive", "unchecked"])
+def test_where_nothing_was_compared_nothing_known_explains_it(status: str) -> None:
+    cases = [one | {"status": status} for one in red("AT25")]
+    (found,) = of_report(report(cases), matrix())
+    assert [(match.fault, match.likelihood) for match in found.matches] == [("", 1.0)]
+    assert _lines(1, found, {}, 3)[-1] == "   nothing was compared"
+
+
+@pytest.mark.requirement(117)
 def test_what_nothing_known_resembles_is_none_of_the_known() -> None:
     cell = {"model": "mine", "layout": "single", "precision": "fp32"}
     strange = case(
@@ -272,9 +308,34 @@ def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
     assert made.flags["other sign"] and not made.flags["zero"]
 
 
-@pytest.mark.parametrize(("fault", "several"), [("RT04", True), ("WL90", False)])
-def test_a_pattern_tells_one_layer_from_several(fault: str, several: bool) -> None:
-    assert pattern_of(red(fault)).flags["several layers"] is several
+def test_one_operation_off_in_many_layers_is_one_measurement_as_in_a_row() -> None:
+    """A row of the matrix keeps the first of each kind; so does what is compared with it."""
+    (_, sites) = red("AT25")
+    many = [measured("site.rms", 0.4, f"layer.{layer}.attn.context") for layer in range(12)]
+    many += [measured("site.max", 0.4, "layer.0.attn.out")]
+    made = pattern_of([{**sites, "measurements": many}])
+    assert made.flags["metric correctness site.max"] and made.flags["site attn.out"]
+
+
+def test_a_test_that_was_not_run_is_no_evidence_within_its_file() -> None:
+    """A profile runs some tests of a file; what the others say is not known."""
+    other = PREDICTIONS.replace("test_predictions", "test_others")
+    rows = matrix()
+    for one in rows:
+        one["red"] = [
+            *one["red"],
+            case(
+                f"correctness/{other.partition('/')[2]}",
+                model="m",
+                layout="single",
+                precision="bf16",
+                measurements=[measured("far", 3.0, detail="something strange")],
+            ),
+        ]
+    made = report(red("AT25", precision="fp16", scale=1.06))
+    (found,) = of_report(made, rows)
+    assert places(found)[0] == "AT25" and not any("far" in one or "strange" in one for one in found.matches[0].differs)
+    assert found.matches[0].likelihood == of_report(made, matrix())[0].matches[0].likelihood
 
 
 def test_numbers_that_json_cannot_hold_are_left_out() -> None:
@@ -333,16 +394,22 @@ def test_a_green_report_needs_no_matrix(files: tuple[Path, Path], capsys: Any) -
     ("content", "said"),
     [
         (None, "no report at"),
-        ("{", "is no report of a run"),
-        ("[]", "is no report of a run"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "schema None, this version reads 1"),
         ('{"schema": 7}', "schema 7, this version reads 1"),
-        ('{"schema": 1}', "is no report of a run"),
+        ('{"schema": true}', "schema True, this version reads 1"),
+        ('{"schema": 1}', "has no 'target'"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"schema": 1, "seconds": 1' + "0" * 5000 + "}", "4300 digits"),
+        ('{"schema": 1, "seconds": Infinity}', "Infinity is no number of JSON"),
+        ('{"schema": 1, "seconds": 1e400}', "1e400 is no number of JSON"),
+        ("\udcff", "utf-8"),
     ],
 )
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: Any, content: str | None, said: str) -> None:
     file = tmp_path / "report.json"
     if content is not None:
-        file.write_text(content)
+        file.write_text(content, errors="surrogateescape")
     assert main([str(file)]) == 2
     message = capsys.readouterr().err
     assert said in message
@@ -350,13 +417,105 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: Any, content:
     assert message.count("\n") == 1
 
 
+def put(made: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Set what lies at a path, or take it away."""
+    for name in path[:-1]:
+        made = made[name]
+    if value is ...:
+        del made[path[-1]]
+    else:
+        made[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("settings",), ..., "has no 'settings'"),
+        (("clusters",), None, "clusters is null; it must be a list"),
+        (("clusters",), {}, "clusters is {}; it must be a list"),
+        (("clusters", 0), 7, "clusters[0] is 7; it must be an object"),
+        (("clusters", 0, "cases"), [], "clusters[0] has no cases"),
+        (("clusters", 0, "cases"), ["no such"], "clusters[0] names no such, which is no case"),
+        (("clusters", 0, "first"), "\x1b[2J", r"clusters[0] names \x1b[2J, which is no case"),
+        (("cases",), {}, "cases is {}; it must be a list"),
+        (("cases", 0, "model"), ..., "cases[0] has no 'model'"),
+        (("cases", 0, "rung"), ..., "cases[0] has no 'rung'"),
+        (("cases", 0, "measurements"), ..., "cases[0] has no 'measurements'"),
+        (("cases", 0, "status"), ["fail"], 'cases[0].status is ["fail"]; it must be one of pass, fail'),
+        (
+            ("cases", 0, "measurements", 0, "value"),
+            True,
+            "cases[0].measurements[0].value is true; it must be a finite",
+        ),
+        (("cases", 0, "measurements", 0, "value"), 10**400, "it must be a finite number"),
+        (("cases", 0, "divergence", "position"), 1.5, "divergence.position is 1.5; it must be a whole number"),
+        (("cases", 0, "divergence", "got"), None, "divergence.got is null; it must be a text"),
+        (("cases", 0, "divergence", "error"), "many", 'divergence.error is "many"; it must be a finite number'),
+        (("target",), "builtin", 'target is "builtin"; it must be an object'),
+        (("target", "observables"), 7, "target.observables is 7; it must be a list"),
+    ],
+)
+def test_the_first_thing_that_is_wrong_with_a_report_is_said(
+    tmp_path: Path, capsys: Any, path: tuple[Any, ...], value: Any, said: str
+) -> None:
+    file, made = tmp_path / "report.json", json.loads(json.dumps(report(red("RT04"))))
+    put(made, path, value)
+    file.write_text(json.dumps(made))
+    assert main([str(file)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"{file}: ") and said in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("reason", ["the server died", ""])
+def test_a_run_that_judged_nothing_looks_like_no_fault(files: tuple[Path, Path], capsys: Any, reason: str) -> None:
+    folder, matrix_file = files
+    file = folder / "report.json"
+    died = [
+        one | {"status": "error", "measurements": [], "divergence": None, "reason": reason}
+        for one in red("RT04", precision="fp16")
+    ]
+    made = report(died)
+    made["cases"] = died
+    file.write_text(json.dumps(made))
+    assert main([str(file), "--matrix", str(matrix_file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"nothing was judged, so that nothing can be explained: {reason or 'no case says why'}"
+    assert lines[2] == "   100%  none of the known" and lines[-1] == "   nothing was compared"
+    file.write_text(json.dumps(made | {"clusters": [], "cases": [], "fatal": "it never opened"}))
+    assert main([str(file)]) == 0
+    assert capsys.readouterr().out == "nothing was judged, so that nothing can be explained: it never opened\n"
+
+
+def test_causes_are_printed_short_and_cannot_steer_the_terminal(files: tuple[Path, Path], capsys: Any) -> None:
+    folder, file = files
+    made = json.loads((folder / "report.json").read_text())
+    made["clusters"][0]["cause"] = "\x1b[31mred\u202e\n" + "x" * 2_000_000
+    (folder / "report.json").write_text(json.dumps(made))
+    assert main([str(folder), "--matrix", str(file)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(r"1. \x1b[31mred\u202e xxx") and len(first) < 600
+
+
+@pytest.mark.parametrize(("got", "expected"), [("1e-300", "1e300"), ("1" * 400, "1"), ("nan", "1"), ("1", "1e-320")])
+def test_a_ratio_that_has_no_logarithm_is_left_out(got: str, expected: str) -> None:
+    (one, *_) = red("RT04")
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "got": got, "expected": expected}}])
+    assert "ratio" not in made.numbers
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "cannot be read .*; make one with --adapt-selftest"),
         ("{", "cannot be read"),
-        ('{"rows": []}', "schema None, expected 1"),
-        ('{"schema": 1}', "it has no 'rows'"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"rows": []}', "schema None, this version reads 1"),
+        ('{"schema": 1}', "has no 'rows'"),
+        ('{"schema": 1, "rows": [1]}', r"rows\[0\] is 1; it must be an object"),
+        ('{"schema": 1, "rows": "x"}', 'rows is "x"; it must be a list'),
+        ('{"schema": 1, "rows": null}', "rows is null; it must be a list"),
+        ('{"schema": 1, "rows": [], "limits": [{"value": 1}]}', r"limits\[0\].value is 1; it must be a text"),
+        ('{"schema": 1, "rows": [], "made": {"seconds": NaN}}', "NaN is no number of JSON"),
         ('{"schema": 1, "rows": []}', "no rows; make one with .*, or name one with --matrix"),
     ],
 )
@@ -365,6 +524,16 @@ def test_a_file_that_is_no_matrix_is_named(tmp_path: Path, content: str | None, 
     if content is not None:
         file.write_text(content)
     with pytest.raises(MatrixError, match=said):
+        read_matrix(file)
+
+
+@pytest.mark.parametrize("name", ["fault", "observable", "layout", "killed", "red", "green"])
+@pytest.mark.parametrize("value", [..., 7, [7], {"a": "b"}, "\x1b[2J"])
+def test_a_row_of_another_shape_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    file, rows = tmp_path / "kill_matrix.json", matrix()
+    put(rows, (1, name), value)
+    file.write_text(json.dumps({"schema": 1, "rows": rows}))
+    with pytest.raises(MatrixError, match=rf"kill matrix {file}: rows\[1\].*{name}"):
         read_matrix(file)
 
 

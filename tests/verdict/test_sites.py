@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatchcase as fnmatch
 from types import SimpleNamespace
@@ -10,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.oracle import Oracle
+from pytest_adapt.oracle import Oracle, Rounding
 from pytest_adapt.oracle.numerics import partial_sums
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.selftest.healthy import healthy, respond
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites
+from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites, farthest
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -40,6 +41,40 @@ def test_a_healthy_target_passes(bench: Any, name: str, precision: str) -> None:
         assert judge.divergence is None
         assert {one.metric for one in judge.measurements} >= {"site.rms", "site.max"}
         assert judge.observables == {"taps"}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_engine_may_attend_to_latents(bench: Any, precision: str) -> None:
+    """It shows keys and values, and does not use them: that is part of its error, and of the yardstick."""
+    model = bench("deepseek-v3-odd-pos")
+    tokens, rounding = model.tokens(TOKENS), Rounding.of(precision)
+    shown = model.oracle.run(tokens, rounding=rounding, record=("*",), absorbed=True).sites
+    response = dataclasses.replace(model.answer(tokens, precision), taps=shown, logits=None)
+    judge = judged(model, response, tokens, precision)
+    assert not judge.failures(), judge.message()
+    assert max(one.use for one in judge.measurements) < 0.8
+    exact = model.oracle.run(tokens, forced=shown).own
+    ways = [trace.own for trace in model.oracle.emulations(tokens, rounding, shown)]
+    for name in ("layer.0.attn.context", "layer.2.attn.context"):
+        expanded, latent = (float(np.sqrt(np.mean((way[name] - exact[name]) ** 2))) for way in ways)
+        assert latent > 1.1 * expanded, "what latents add"
+    assert np.array_equal(*(way["layer.2.attn.q_rope"] for way in ways)), "nothing else differs"
+    assert len(bench("llama-odd").oracle.emulations(tokens[:4], rounding, {})) == 1
+
+
+def test_the_farthest_of_several_emulations_is_the_yardstick() -> None:
+    own, one, two = np.array([1.0, 2.0, 3.0]), np.array([1.1, 2.0, 2.0]), np.array([1.0, 2.5, 3.5])
+    assert farthest(own, [one]).tolist() == one.tolist()
+    assert farthest(own, [one, two]).tolist() == [1.1, 2.5, 2.0]
+
+
+def test_both_forms_of_latent_attention_are_one_definition(bench: Any) -> None:
+    model = bench("deepseek-v3-odd-neg")
+    tokens = model.tokens(TOKENS)
+    one, two = (model.oracle.run(tokens, record=("*",), absorbed=way) for way in (False, True))
+    assert one.sites.keys() == two.sites.keys()
+    for name, value in one.sites.items():
+        np.testing.assert_allclose(two.sites[name], value, rtol=1e-9, atol=1e-10, err_msg=name)
 
 
 def scaled(name: str, factor: float, part: Any = ...) -> dict[str, Any]:

@@ -74,6 +74,9 @@ def test_processes_of_one_run_share_a_quota(tmp_path: Path) -> None:
         ([case("a/t[x-1]"), case("a/t[x-2]", "waived", 2)], LATER, True, "unused"),  # by another entry
         ([case("a/t[x-1]"), case("a/t[x-2]", "waived", 1)], LATER, True, "loose"),
         ([case("a/t[x-1]"), case("a/t[x-2]", "waived", 1)], LATER, False, "used"),
+        ([case(f"a/t[x-{n}]", "waived", 1) for n in "12"] + [case("a/t[x-3]", "fail")], LATER, False, "spent"),
+        ([case(f"a/t[x-{n}]", "waived", 1) for n in "12"] + [case("a/t[x-3]", "unsupported")], LATER, True, "used"),
+        ([case("a/t[x-1]", "fail")], LATER, True, "used"),  # by the quota of a worker that died
     ],
 )
 def test_what_an_entry_came_to(cases: list[CaseResult], expires: datetime.date, whole: bool, state: str) -> None:
@@ -117,12 +120,14 @@ def test_a_file_without_entries_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('owner = "ana"\n', "", "waiver 1: owner must be a str"),
+        ('owner = "ana"\n', "", "waiver 1: owner is missing"),
         ('owner = "ana"', 'owner = ""', "waiver 1: owner is empty"),
+        ('owner = "ana"', 'owner = "  "', "waiver 1: owner is empty"),
+        ('owner = "ana"', "owner = 7", "waiver 1: owner must be text"),
         ('"https://example.org/2"', '""', "waiver 2: link is empty"),
         ("quota = 4", "quota = 0", "waiver 1: quota 0 lets nothing through"),
-        ("quota = 4", "quota = true", "waiver 1: quota must be a int"),
-        ("quota = 4", "quota = 4\nwhy = 1", "waiver 1: unknown key why"),
+        ("quota = 4", "quota = true", "waiver 1: quota must be a whole number"),
+        ("quota = 4", "quota = 4\nwhy = 1\nwho = 2", "waiver 1: unknown key who and why; keys: cases, owner"),
         ("expires = 2026-06-01\nquota = 1", "expires = 2026-06-01T00:00:00\nquota = 1", "waiver 2: expires must be"),
         ("# ours", "x = 1", "expected"),
         ("# ours", "[", "known.toml"),
@@ -136,3 +141,32 @@ def test_a_malformed_file_is_named(tmp_path: Path, old: str, new: str, says: str
     assert len(problems) == 1 and says in problems[0]
     with pytest.raises(pytest.UsageError, match="adapt_waivers: "):
         read_waivers(path)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text(TEXT.replace('owner = "ana"\n', "").replace("quota = 4", "quota = 0").replace('"bo"', '""'))
+    with pytest.raises(pytest.UsageError) as caught:
+        read_waivers(path)
+    said = str(caught.value)
+    assert "waiver 1: owner is missing; " in said and "waiver 1: quota 0" in said and "waiver 2: owner is" in said
+    assert "\n" not in said
+
+
+def test_two_entries_that_say_the_same_are_one_too_many(tmp_path: Path) -> None:
+    path, entry = tmp_path / "known.toml", TEXT[TEXT.index("[[waiver]]") : TEXT.index("# of the second")]
+    path.write_text(TEXT + entry.replace("quota = 4", "quota = 1"))
+    (problem,) = parse_waivers(path)[1]
+    assert "waiver 3: says the same as waiver 1; remove one" in problem
+    path.write_text(TEXT + entry.replace("example.org/1", "example.org/3"))
+    assert parse_waivers(path)[1] == []
+
+
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_the_heading_of_a_file_outlives_its_first_entry(tmp_path: Path, gap: str) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text(f"# Known failures of our engine,\n# reviewed on Mondays.\n{gap}{TEXT[TEXT.index('[[waiver]]') :]}")
+    first, second = parse_waivers(path)[0]
+    diff = patch(path, [Use(first, "unused", 0, 1), Use(second, "spent", 1, 0, 1)], str(path))
+    assert diff.startswith(f"--- {path}\n+++ {path}\n") and "\n-# " not in diff and '-owner = "ana"' in diff
+    assert '-owner = "bo"' not in diff
