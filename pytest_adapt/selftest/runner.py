@@ -97,6 +97,15 @@ class Selftest:
         session.testscollected = len(session.items)
         return True
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Neighbours in the order share checkpoints and oracles, and no worker waits for the other at the end."""
+        if config.getvalue("dist") != "load":
+            return None
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+
     def pytest_report_collectionfinish(self) -> str:
         known = sum(task.done() for task in self._tasks)
         return f"adapt selftest: {len(self._tasks)} items, {known} known from an earlier run (.adapt/selftest)"
