@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pytest_adapt import documents
 from pytest_adapt.verdict.statistics import student_tail
 
 __all__ = ["FILE", "Point", "Series", "append", "changes", "drawn", "read"]
@@ -47,6 +48,13 @@ class Point:
     pairs: int
     clock: str
     verdict: str
+
+
+_POINT = documents.fields(
+    {name: documents.printable for name in ("at", "commit", "target", "baseline", "case", "clock", "verdict")}
+    | {name: documents.real for name in ("ratio", "low", "high")}
+    | {"pairs": documents.whole}
+)
 
 
 @dataclass(frozen=True)
@@ -91,18 +99,23 @@ def append(path: Path, points: Iterable[Point]) -> None:
         file.write(text)
 
 
-def read(path: Path) -> list[Series]:
-    """All series of a file, by case. A line that is none of ours (a run that was killed while it wrote) is passed over.
-    Raises OSError."""
+def read(path: Path) -> tuple[list[Series], int]:
+    """All series of a file, by case, and the number of lines that are none of ours (a run that was killed while it
+    wrote). Raises OSError."""
     found: dict[tuple[str, str, str], list[Point]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    others = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            point = Point(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        if point.ratio > 0:
+            row = documents.parse(line)
+        except ValueError:
+            row = None
+        if _POINT(row) is None and 0 < row["low"] <= row["ratio"] <= row["high"]:
+            point = Point(**{name: row[name] for name in Point.__dataclass_fields__})
             found.setdefault((point.case, point.target, point.baseline), []).append(point)
-    return [Series(*key, tuple(sorted(points, key=lambda one: one.at))) for key, points in sorted(found.items())]
+        else:
+            others += 1
+    every = [Series(*key, tuple(sorted(points, key=lambda one: one.at))) for key, points in sorted(found.items())]
+    return every, others
 
 
 def changes(values: Sequence[float]) -> list[int]:

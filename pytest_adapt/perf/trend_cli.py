@@ -21,7 +21,11 @@ def main(arguments: Sequence[str]) -> int:
     if not options.file.is_file():
         print(f"{options.file}: no runs yet; pytest --adapt-gate adds a line for each benchmark", file=sys.stderr)
         return 2
-    series = read(options.file)
+    try:
+        series, others = read(options.file)
+    except OSError as error:
+        print(f"{options.file}: cannot be read: {error.strerror or error}", file=sys.stderr)
+        return 2
     for one in series:
         print(_line(one))
     if options.svg is not None:
@@ -29,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         options.svg.write_text(drawn(series), encoding="utf-8")
         print(f"drawn: {options.svg}")
     slower = sum(one.slower is not None for one in series)
+    if others:
+        print(f"{others} of the file's lines passed over: no measurements of the gate (cut off, or written by others)")
     print(f"{len(series)} series, {slower} slower than before their last change")
     return 1 if slower else 0
 
