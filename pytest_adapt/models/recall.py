@@ -51,6 +51,11 @@ class Recall:
     rulers: tuple[int, ...] = ()
     """Tokens whose answers are mixtures that rotary phases decide."""
 
+    @property
+    def unseen(self) -> list[tuple[Question, int]]:
+        """Questions for needles out of sight, and what those say, which must not be the answer."""
+        return [(one, Vocabulary.value_of(self.tokens[one.needle])) for one in self.questions if one.answer < 0]
+
     def ask(self, target: OpenTarget, most: int = 8) -> dict[str, Response]:
         """Answers by name. One request where the target shows all rows; else one for each of at most ``most``
         questions, which ends with it."""
@@ -181,6 +186,9 @@ def story(asked: Sequence[Question], lost: Sequence[Question]) -> str:
         return f"{head}: all from position {min(one.needle for one in lost)} on: {names}"
     if all(one.position > other.position for one in lost for other in found):
         return f"{head}: all questions from position {lost[0].position} on: {names}"
+    first, last = min(one.needle for one in lost), max(one.needle for one in lost)
+    if len(lost) > 2 and not any(first < one.needle < last for one in found):
+        return f"{head}: all from position {first} to {last}, those before and after are found: {names}"
     return f"{head}: {names}{' ...' if len(lost) > 3 else ''}"
 
 

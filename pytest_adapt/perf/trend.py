@@ -51,8 +51,8 @@ class Point:
 
 
 _POINT = documents.fields(
-    {name: documents.printable for name in ("at", "commit", "target", "baseline", "case", "clock", "verdict")}
-    | {name: documents.real for name in ("ratio", "low", "high")}
+    dict.fromkeys(("at", "commit", "target", "baseline", "case", "clock", "verdict"), documents.printable)
+    | dict.fromkeys(("ratio", "low", "high"), documents.real)
     | {"pairs": documents.whole}
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.report.operators import coverage_line
+from pytest_adapt.report.operators import alone, coverage_line
 from pytest_adapt.verdict.causes import failed, worst
 from pytest_adapt.verdict.ladder import Cluster, clusters
 from pytest_adapt.verdict.result import CaseResult, Figure, Measurement, Status
@@ -81,6 +81,9 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
     for number, cluster in enumerate(found[:_MOST_CLUSTERS], start=1):
         case = cluster.first
         details = [f"{case.rung or 'beside the ladder'}: {case.case}", *_details(cluster)]
+        kind = cluster.cause_of(case).key
+        if kind[0] == "site" and (said := alone(collector.cases, kind[1])):
+            details.append(said)
         if number - 1 in likely:
             details.append(likely[number - 1])
         label = "next command" if number == 1 else "repeat"
@@ -95,7 +98,8 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
     else:
         number = len(found[:_MOST_CLUSTERS]) + 1
     if rest := len(found) - number + 1:
-        lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
+        titles = "; ".join(cluster.cause for cluster in found[number - 1 :])
+        lines.append((_cut(f"{rest} more cause{'s' if rest > 1 else ''} in the report: {titles}"), {}))
     return lines
 
 
@@ -148,12 +152,14 @@ def _details(cluster: Cluster) -> list[str]:
     lines = []
     if case.divergence is not None and (not cause.sites or case.divergence.site in cause.sites):
         lines.append(str(case.divergence))
-        measured = [one for one in measured if not one.site] or measured
+        if case.divergence.looks:
+            lines.append(case.divergence.looks)
+        measured = [one for one in measured if not one.site]
     elif cause.sites:  # not the first divergence of its case, but the first of this cause
         measured = [one for one in measured if one.site == cause.sites[0]] or measured
     if (most := worst(measured)) is not None:
         lines += _beyond(most).splitlines()[:_MOST_DETAIL]
-    elif case.divergence is None and case.reason and case.reason not in cluster.cause:
+    elif not lines and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
     if shortest := case.prefix or case.no_prefix:
         lines.append(f"shortest: {shortest}")
@@ -179,9 +185,12 @@ def _beyond(measured: Measurement) -> str:
     where = f" at position {measured.position}" if measured.position is not None else ""
     prompt = f" of {measured.prompt}" if measured.prompt else ""
     site = f" in {measured.site}" if measured.site else ""
-    times = f" ({measured.use:.3g} x budget)" if measured.budget else ""
+    value, budget = f"{measured.value:.4g}", f"{measured.budget:.4g}"
+    if value == budget and measured.value != measured.budget:
+        value, budget = f"{measured.value:.8g}", f"{measured.budget:.8g}"
+    times = f" ({measured.use:.3g} x budget)" if measured.budget and value != budget else ""
     detail = f"; {measured.detail}" if measured.detail else ""
-    head = f"{measured.metric} {measured.value:.4g}, budget {measured.budget:.4g}{times}"
+    head = f"{measured.metric} {value}, budget {budget}{times}"
     return f"{head}{where}{prompt}{site}{detail}"
 
 

@@ -82,8 +82,13 @@ def failed(case: CaseResult, cause: Cause | None = None) -> list[Measurement]:
 
 
 def worst(measurements: Iterable[Measurement]) -> Measurement | None:
-    """The measurement that used most of its budget, a failed one first, then one that is undecided."""
-    return max(measurements, key=lambda one: (not one.ok and one.settled, not one.ok, one.use), default=None)
+    """The measurement that used most of its budget, a failed one first, then one that is undecided. Of several that
+    have no budget the one that says where: a lost needle rather than the token that came in its place."""
+    return max(
+        measurements,
+        key=lambda one: (not one.ok and one.settled, not one.ok, one.use, one.metric.startswith("needles")),
+        default=None,
+    )
 
 
 class _Joined:
@@ -166,9 +171,10 @@ def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
 
 
 def _broken(reason: str) -> str:
-    """What went wrong, without where: an exception's name and text, if the reason ends with one."""
+    """What went wrong, without where and how many: an exception's name and text, if the reason ends with one."""
     found = _EXCEPTION.search(reason)
-    return found[0] if found else reason
+    # Blocks, requests and addresses are counted anew in each case.
+    return re.sub(r"\d+", "0", found[0] if found else reason)
 
 
 def _lowest_rungs(cases: Iterable[CaseResult]) -> dict[tuple[str, str], int]:

@@ -9,13 +9,14 @@ each differing choice needs a certificate. The first failing site in dataflow or
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of, matches, order_key, site
+from pytest_adapt.verdict import looks
 from pytest_adapt.verdict.budget import SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import Flip, judge_choices, near_tie, row_error, shape_problem
 from pytest_adapt.verdict.result import Divergence, Measurement
@@ -102,6 +103,7 @@ def compare_sites(
     _judge_choices(report, prompt, shown, exact, emulated, length)
     unsure = _unsure(oracle, tokens, forced, hidden, exact, emulated)
     worst: dict[str, Measurement] = {}
+    views: dict[str, SiteView] = {}
     for name, value in floats.items():
         own = np.asarray(exact.own[name], np.float64)
         other = farthest(own, [trace.own[name] for trace in emulations])
@@ -110,7 +112,7 @@ def compare_sites(
         if not len(kept):
             continue  # said below
         terms = exact.terms.get(name)
-        view = SiteView(
+        views[name] = view = SiteView(
             prompt,
             name,
             np.asarray(value, np.float64)[kept],
@@ -131,6 +133,9 @@ def compare_sites(
             if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
                 worst[measurement.metric] = measurement
     report.compared = len(shown)
+    if report.divergence is not None and report.divergence.site in views:
+        words = _described(report, views, shown, exact.own, oracle.spec)
+        report.divergence = replace(report.divergence, looks=words)
     if unsure:
         report.measurements.append(_left_out(prompt, unsure))
     # One line a statistic for what passed: the site that used most of its budget.
@@ -154,6 +159,10 @@ class SiteView:
     """Sums of the magnitudes of the terms that each value is made of, where it is one matrix product."""
     tokens: np.ndarray | None = None
     """Positions of the first axis; None for all from 0 on."""
+    over: np.ndarray | None = field(default=None, init=False)
+    """bool [rows]: beyond the budget; where none is, those whose rms is more than all rows may have. After `judge`."""
+    allowed: np.ndarray | None = field(default=None, init=False)
+    """float64 [rows, n]: what a healthy target errs at most in each value; after `judge`."""
 
     def judge(self, widen: float) -> list[tuple[Measurement, Divergence | None]]:
         """Both statistics, with a divergence where one is over its budget.
@@ -171,9 +180,12 @@ class SiteView:
         comparison = Comparison(widen, SITE_QUANTILE, [rows])
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
-        over = np.flatnonzero(rows.largest > comparison.row_budgets()[0])
+        budgets = comparison.row_budgets()[0]
+        over = np.flatnonzero(rows.largest > budgets)
         row = int(over[0]) if len(over) else int(np.argmax(rows.square))
         element = int(np.argmax(np.abs(value[row] - own[row]) / scale[row]))
+        self.over = rows.largest > budgets if len(over) else rows.square > rms_budget**2
+        self.allowed = budgets[:, None] * scale
         results: list[tuple[Measurement, Divergence | None]] = []
         for metric, found, limit in (("site.rms", rms, rms_budget), ("site.max", largest, largest_budget)):
             ok = found <= limit
@@ -216,6 +228,81 @@ class SiteView:
             element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+    def row_of(self, position: int, slot: int) -> int:
+        """Index of the row of one slot (head, expert) of a position."""
+        place = position if self.tokens is None else int(np.searchsorted(self.tokens, position))
+        return place * math.prod(self.own.shape[1:-1]) + slot
+
+    def describe(self, position: int, slot: int, others: Iterable[tuple[str, np.ndarray]]) -> str:
+        """What one row looks like beside what it should be, and which rows are off; after `judge`."""
+        assert self.over is not None and self.allowed is not None
+        width, row = self.own.shape[-1], self.row_of(position, slot)
+        own, value = (array.reshape(-1, width) for array in (self.own, self.value))
+        per_token = len(own) // len(self.own)
+        positions = np.arange(len(self.own)) if self.tokens is None else self.tokens
+        experts = None if self.ids is None else self.ids[positions]
+        extent = looks.reach(self.over, positions, per_token, self.prompt_tokens, experts)
+        if (np.abs(value[row] - own[row]) > self.allowed[row]).any():
+            like = looks.likeness(value[row], own[row], self.allowed[row], others, self.form)
+        else:  # what no row shows alone, all rows may
+            like = looks.together(value, own, self.allowed, self.form)
+        return f"{like}; {extent}" if extent else like
+
+
+def _described(
+    report: SiteReport,
+    views: Mapping[str, SiteView],
+    shown: Mapping[str, np.ndarray],
+    own: Mapping[str, np.ndarray],
+    spec: Any,
+) -> str:
+    """What the first divergence looks like, in which layers the same operation is off, and the window it has."""
+    found = report.divergence
+    assert found is not None
+    layer, local = layer_of(found.site)
+    slot = found.element[0] if len(found.element) > 1 else 0
+    words = views[found.site].describe(found.position, slot, _others(found, slot, shown, own))
+    if layer is None:
+        return words
+    red = {one.site for one in report.measurements if not one.ok}
+    judged = [name for name in views if layer_of(name)[1] == local]
+    layers = looks.among(
+        [layer_of(name)[0] or 0 for name in judged if name in red], [layer_of(name)[0] or 0 for name in judged]
+    )
+    words += f", {layers}" if layers else ""
+    window = spec.layers[layer].window
+    return f"{words} (its window is {window} keys)" if window and local == "attn.context" else words
+
+
+def _others(
+    found: Divergence, slot: int, shown: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Rows that a target may have in place of the right one: what the operation was given, other positions, heads and
+    layers."""
+    name, position = found.site, found.position
+    layer, local = layer_of(name)
+    right = np.asarray(own[name], np.float64)
+    for other, value in shown.items():
+        near, kind = layer_of(other)
+        if other != name and near == layer and value.shape == right.shape and kind not in CHOICES:
+            yield f"{other} at this position", _row(value, position, slot)
+    for at in range(len(right)):
+        if at != position:
+            yield f"position {at}", _row(right, at, slot)
+    if right.ndim > 2 and not local.startswith(_EXPERT_SITES):
+        for head in range(right.shape[1]):
+            if head != slot:
+                yield f"head {head}", _row(right, position, head)
+    for other, value in own.items():
+        if other != name and layer_of(other)[1] == local:
+            yield other, _row(value, position, slot)
+
+
+def _row(value: np.ndarray, position: int, slot: int) -> np.ndarray:
+    """One row of a site [T, ..., n], float64 [n]."""
+    at = np.asarray(value[position], np.float64)
+    return at if at.ndim == 1 else at.reshape(-1, at.shape[-1])[slot]
 
 
 def _on_grid(value: np.ndarray, precision: str) -> bool:

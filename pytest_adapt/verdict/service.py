@@ -54,6 +54,30 @@ def recalled(judge: Judge, prompt: str, response: Response, recall: Recall, reco
             position=lost[0].position if lost else None,
             compared=len(known),
         )
+    _out_of_sight(judge, prompt, recall, part, said)
+
+
+def _out_of_sight(judge: Judge, prompt: str, recall: Recall, record: Record, said: Mapping[int, int]) -> None:
+    """No needle may be found that a window hides. Where the right answer happens to be the same, nothing is told."""
+    best = dict(zip(record.positions.tolist(), record.topk_ids[:, 0].tolist(), strict=True))
+    asked = [
+        (one, secret)
+        for one, secret in recall.unseen
+        if one.position in said and best.get(one.position, secret) != secret
+    ]
+    found = [one for one, secret in asked if said[one.position] == secret]
+    if asked:
+        names = ", ".join(f"{one.needle} asked at {one.position}, {one.distance} keys back" for one in found[:3])
+        detail = f"{len(found)} of {len(asked)} needles out of sight are found" + (f": {names}" if found else "")
+        judge.promise(
+            "needles.hidden",
+            not found,
+            detail,
+            value=float(len(found)),
+            prompt=prompt,
+            position=found[0].position if found else None,
+            compared=len(asked),
+        )
 
 
 def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk], count: int, may_end: bool) -> None:
@@ -65,6 +89,12 @@ def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk],
     detail = f"{wrong} of {made} tokens are not its own"
     if owner:
         detail = f"{detail}: they are the secret of {owner}, which ran beside it"
+    steps = enumerate(zip((walk.tokens[-1], *response.tokens), response.tokens, strict=False))
+    for number, (at, to) in steps:
+        if walk.leads.get(at) != to:
+            own = f", where {walk.leads[at]} is its own" if at in walk.leads else ""
+            detail = f"{detail}; output token {number}, the first, is {to}{own}"
+            break
     if not whole:
         detail = f"{made} tokens came, {count} were asked for ({response.finish}); {detail}"
     ok = whole and not wrong

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.verdict.causes import dataflow
+from pytest_adapt.report.operators import alone
+from pytest_adapt.verdict.causes import dataflow, worst
 from pytest_adapt.verdict.ladder import Cluster, clusters
 from pytest_adapt.verdict.result import CaseResult, Divergence, Measurement, Status
 
@@ -34,6 +35,36 @@ def red(rung: str, name: str, *measured: Measurement, at: str = "", **given: Any
 
 def causes(*cases: CaseResult) -> list[tuple[str, int]]:
     return [(cluster.cause, len(cluster.cases)) for cluster in clusters(cases)]
+
+
+@pytest.mark.requirement(116)
+def test_numbers_make_no_cause_of_their_own() -> None:
+    """An engine that is stuck counts its blocks; two runs that are stuck alike have one cause."""
+    cases = [
+        replace(red("stress", name), reason=f"builtin: 1 sequences run, 0 wait: 0 of {blocks} blocks are in use")
+        for name, blocks in (("a", 64), ("b", 128))
+    ]
+    (cluster,) = clusters([*cases, replace(red("stress", "c"), reason="the server is gone")])[:1]
+    assert [case.case for case in cluster.cases] == ["stress/a", "stress/b"] and "0 of 64 blocks" in cluster.cause
+
+
+def test_a_lost_needle_says_more_than_the_token_in_its_place() -> None:
+    token = replace(over(metric="token_match"), budget=0.0)
+    needle = replace(token, metric="needles", value=1.0)
+    assert worst([token, needle]) is needle and worst([needle, token]) is needle
+    assert worst([needle, over(metric="logprob.rms")]) is needle  # what has no budget is beyond every one
+
+
+@pytest.mark.requirement(50, 116)
+def test_an_operator_alone_clears_or_convicts_the_kernel() -> None:
+    def operator(name: str, status: Status) -> CaseResult:
+        return CaseResult(f"operators/test_operators.py::test_it[m-fp32-{name}]", status, "operators", "correct")
+
+    cases = [operator("rms_norm", Status.PASS), operator("rotary", Status.FAIL), operator("add_rms_norm", Status.FAIL)]
+    assert alone(cases, "norm").startswith("operator rms_norm alone is green: what it is given is wrong")
+    assert alone(cases, "rotation") == "operator rotary alone is red as well: the kernel itself is wrong"
+    assert alone(cases, "attention") == alone(cases, "no such kind") == alone([], "norm") == ""
+    assert alone([operator("rms_norm", Status.UNSUPPORTED)], "norm") == ""
 
 
 def sites(*names: str, layers: tuple[int, ...] = (0, 1)) -> list[Measurement]:

@@ -1,0 +1,186 @@
+"""What wrong values look like: which of a row are off, what they are instead, and how far that reaches.
+
+Nothing here judges. A comparison has found a row of a site to be beyond its budget; a reader who is to mend the engine
+asks at once whether the values are zero, a multiple, in another order, those of another place, or coarser than they
+should be, and whether it is so in one head, from one position on, or everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+__all__ = ["among", "coarseness", "likeness", "listed", "reach", "together", "which"]
+
+_FEW = 8
+"""A row of so many values is shown whole; and so many values on a grid are no accident."""
+_LIST = 6
+_LEFT = 0.25
+"""Part of an error that what explains it may leave."""
+_COARSE = 3
+"""Significand bits that values must lack, of those that their format has, to be called coarse."""
+_SIGNIFICAND: Mapping[str, int] = {"fp32": 24, "fp16": 11, "bf16": 8}
+
+
+def likeness(
+    value: np.ndarray,
+    own: np.ndarray,
+    allowed: np.ndarray,
+    others: Iterable[tuple[str, np.ndarray]] = (),
+    form: str = "fp32",
+) -> str:
+    """One row ``value`` beside what it should be, ``own``; float64 [n], with what a healthy target errs at most there,
+    ``allowed`` [n], in a format ``form``. ``others``: (name, row [n]) that it may be instead."""
+    off = np.abs(value - own) > allowed
+    rows = list(others)
+    words = which(off, "value")
+    if found := _instead(value, own, allowed, off, rows, form):
+        words += f": {found}"
+    elif found := _instead(value, own, allowed, np.ones(len(own), bool), rows, form):
+        words += f" beyond the budget, and the whole row: {found}"
+    else:
+        words += ": no simple change"
+        if off.sum() > 2:
+            words += f" (cosine {_cosine(value[off], own[off]):.3f} with the expected)"
+    if len(own) <= _FEW:
+        words += f"; the row is {_shown(value)}, expected {_shown(own)}"
+        if (own >= 0).all() and len(own) > 1:
+            words += f", sum {value.sum():.4g} instead of {own.sum():.4g}"
+    return words
+
+
+def together(value: np.ndarray, own: np.ndarray, allowed: np.ndarray, form: str = "fp32") -> str:
+    """All rows of a site, of which none stands out; float64 [rows, n] each."""
+    v, o, a = value.ravel(), own.ravel(), allowed.ravel()
+    found = _instead(v, o, a, np.ones(len(v), bool), (), form)
+    return f"no value stands out; all of them together: {found}" if found else "no value stands out: all err too much"
+
+
+def _instead(
+    value: np.ndarray,
+    own: np.ndarray,
+    allowed: np.ndarray,
+    off: np.ndarray,
+    others: Iterable[tuple[str, np.ndarray]],
+    form: str,
+) -> str:
+    """What the values that are off are, or "" where nothing explains them."""
+    v, o, a = value[off], own[off], allowed[off]
+    error = math.sqrt(float(np.mean((v - o) ** 2)))
+
+    def explains(rest: np.ndarray, room: float = 2.0) -> bool:
+        """Whether what is left of the error is a healthy one, and little of what it was."""
+        return bool((np.abs(rest) <= room * a).all()) and math.sqrt(float(np.mean(rest**2))) < _LEFT * error
+
+    if not v.any():
+        return "0"
+    if len(v) > 1:
+        for name, row in others:
+            if explains(v - row[off]):
+                return f"those of {name}"
+        if o.any():
+            factor = float(v @ o / (o @ o))
+            if explains(v - factor * o, 2.0 * max(1.0, abs(factor))):
+                return f"{factor:.4g} times the expected"
+    if len(v) > 2:
+        offset = float(np.median(v - o))
+        if explains(v - o - offset):
+            return f"the expected {offset:+.4g}"
+        if explains((np.sort(value) - np.sort(own))[off]):
+            return "the expected ones in another order"
+    bits = coarseness(v)
+    if len(v) >= _FEW and bits <= _SIGNIFICAND[form] - _COARSE:
+        return f"rounded to {bits} significant bits"
+    return ""
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> float:
+    length = math.sqrt(float(one @ one) * float(other @ other))
+    return float(one @ other) / length if length else 0.0
+
+
+def coarseness(values: np.ndarray) -> int:
+    """Significand bits, the leading one included, that hold all of the values."""
+    fractions = np.frexp(np.asarray(values, np.float64))[0]
+    bits = 1
+    while bits < 53 and not (np.ldexp(fractions, bits) == np.rint(np.ldexp(fractions, bits))).all():
+        bits += 1
+    return bits
+
+
+def which(off: np.ndarray, noun: str) -> str:
+    """``values 24 to 47 of 48``: in words, where ``off`` bool [n] is true."""
+    places, count = np.flatnonzero(off), len(off)
+    if len(places) == count:
+        return f"all {count} {noun}s" if count > 1 else f"the one {noun}"
+    if len(places) == 1:
+        last = ", the last," if places[0] == count - 1 else ""
+        return f"{noun} {places[0]}{last} alone of {count}"
+    steps = np.diff(places)
+    if (steps == 1).all():
+        return f"{noun}s {places[0]} to {places[-1]} of {count}"
+    if len(places) > 2 and (steps == steps[0]).all():
+        return f"one {noun} in {steps[0]}, {places[0]} to {places[-1]}, of {count}"
+    return f"{len(places)} of {count} {noun}s ({listed(places)})"
+
+
+def reach(
+    over: np.ndarray, positions: np.ndarray, per_position: int, prompt_tokens: int, experts: np.ndarray | None
+) -> str:
+    """How far one site of one prompt is off. ``over`` bool [rows], where rows are ``positions`` int64 [T] x slots
+    (heads, or the chosen ``experts`` [T, slots])."""
+    grid = over.reshape(len(positions), per_position)
+    bad = np.asarray(grid.any(axis=1))
+    if not bad.any():
+        return ""
+    words = _where(bad, positions, prompt_tokens)
+    if experts is not None:
+        chosen, wrong = np.unique(experts), np.unique(experts[grid])
+        if len(wrong) < len(chosen):
+            words += f", in experts {listed(wrong)} alone ({len(chosen)} were chosen)"
+    elif not (heads := np.asarray(grid[bad].any(axis=0))).all():
+        words += f", {which(heads, 'head')}"
+    return words
+
+
+def _where(bad: np.ndarray, positions: np.ndarray, prompt_tokens: int) -> str:
+    wrong, decode = positions[bad], positions >= prompt_tokens
+    if len(wrong) == len(bad):
+        return f"at all {len(bad)} positions"
+    if len(wrong) == 1:
+        words = f"at position {wrong[0]} alone of {len(bad)}"
+    elif bad[int(np.argmax(bad)) :].all():
+        words = f"at all positions from {wrong[0]} on"
+    else:
+        words = f"at {len(wrong)} of {len(bad)} positions, {wrong[0]} the first"
+    stages = set(decode[bad].tolist())
+    if len(set(decode.tolist())) > len(stages):  # both were judged
+        words += f" (in {'decode' if True in stages else 'prefill'} alone)"
+    return words
+
+
+def among(layers: Sequence[int], judged: Sequence[int]) -> str:
+    """In which of the layers that were judged a site is off; "" where there is but one."""
+    if len(judged) < 2:
+        return ""
+    if len(layers) == len(judged):
+        return f"in all {len(judged)} layers"
+    return f"in layer{'s' if len(layers) > 1 else ''} {listed(layers)} of {listed(judged)}"
+
+
+def listed(numbers: Sequence[int] | np.ndarray) -> str:
+    """``0-3, 7``: ascending numbers, runs joined, the first few."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:_LIST]) + (" ..." if len(words) > _LIST else "")
+
+
+def _shown(row: np.ndarray) -> str:
+    return "[" + ", ".join(f"{one:.4g}" for one in row) + "]"
