@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pytest_adapt.verdict.causes import OPERATORS, operator_of
 from pytest_adapt.verdict.result import CaseResult, Status
 from pytest_adapt.verdict.status import WRONG
 
@@ -12,34 +13,13 @@ __all__ = ["METRIC", "STATES", "alone", "coverage", "coverage_line"]
 METRIC = "op.support"
 STATES = ("native", "fallback", "missing")
 """native: a kernel of its own; fallback: composed of basic operations; missing: the target shows none."""
-_OF = {
-    "norm": "rms_norm",
-    "rotation": "rotary",
-    "attention": "attention",
-    "activation": "swiglu",
-    "routing": "route",
-    "experts": "experts",
-    "qkv": "linear",
-    "attn.out": "linear",
-    "feed-forward": "linear",
-    "ffn.out": "linear",
-    "moe.router.logits": "router_logits",
-    "moe.routed": "combine",
-    "embed": "embedding",
-    "logits": "head",
-}
-"""Kind of sites (`verdict.causes`) -> the operator that computes them."""
 
 
 def alone(cases: Iterable[CaseResult], kind: str) -> str:
     """What the suite ``operators`` says of the operator behind red sites of a kind: whether it is wrong by itself, or
     only in its place in the model; "" where it was not judged."""
-    name = _OF.get(kind)
-    states = [
-        one.status
-        for one in cases
-        if one.suite == "operators" and name and one.case.endswith(f"-{name}]") and one.rung == "correct"
-    ]
+    name = next(iter(OPERATORS.get(kind, ())), "")
+    states = [one.status for one in cases if name and operator_of(one) == name and one.rung == "correct"]
     if any(one in WRONG for one in states):
         return f"operator {name} alone is red as well: the kernel itself is wrong"
     if Status.PASS in states:

@@ -131,7 +131,8 @@ def counts_line(cases: list[CaseResult]) -> str:
         counts[case.status.value] = counts.get(case.status.value, 0) + 1
     optional = sum(not case.required for case in cases)
     tail = f" ({optional} not required)" if optional else ""
-    return f"{len(cases)} cases: {', '.join(f'{number} {status}' for status, number in counts.items())}{tail}"
+    shown = ", ".join(f"{number} {status}" for status, number in counts.items())
+    return f"{len(cases)} case{'s' * (len(cases) != 1)}: {shown}{tail}"
 
 
 def _title(cluster: Cluster) -> str:
@@ -167,7 +168,7 @@ def _details(cluster: Cluster) -> list[str]:
 
 
 def _flips_line(cases: list[CaseResult]) -> str:
-    """``flips: 3 of 1204 router choices and 2 of 900 tokens with a certificate, 0 without``; "" where none did."""
+    """``flips: 3 of 1204 router choices and 2 of 900 tokens, each a near-tie; 0 that are none``; "" where none did."""
     found: dict[str, list[int]] = {}
     for case in cases:
         for one in case.flips:
@@ -178,7 +179,7 @@ def _flips_line(cases: list[CaseResult]) -> str:
     without = sum(counts[2] for counts in found.values())
     if not without and not sum(counts[1] for counts in found.values()):
         return ""
-    return f"flips: {' and '.join(shown)} with a certificate, {without} without"
+    return f"flips: {' and '.join(shown)}, each a near-tie; {without} that are none"
 
 
 def _beyond(measured: Measurement) -> str:
@@ -188,10 +189,11 @@ def _beyond(measured: Measurement) -> str:
     value, budget = f"{measured.value:.4g}", f"{measured.budget:.4g}"
     if value == budget and measured.value != measured.budget:
         value, budget = f"{measured.value:.8g}", f"{measured.budget:.8g}"
+    if not measured.budget and measured.detail:  # a promise: what was found says more than how often
+        return f"{measured.metric}{where}{prompt}{site}: {measured.detail}"
     times = f" ({measured.use:.3g} x budget)" if measured.budget and value != budget else ""
     detail = f"; {measured.detail}" if measured.detail else ""
-    head = f"{measured.metric} {value}, budget {budget}{times}"
-    return f"{head}{where}{prompt}{site}{detail}"
+    return f"{measured.metric} {value}, budget {budget}{times}{where}{prompt}{site}{detail}"
 
 
 def _figure_lines(cases: list[CaseResult]) -> list[str]:

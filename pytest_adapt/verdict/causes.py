@@ -9,13 +9,13 @@ back), at the lowest rung on which that family of models is red.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_adapt.sites import LAYER_SITES, layer_of, order_key
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement
 
-__all__ = ["Cause", "causes_of", "dataflow", "failed", "worst"]
+__all__ = ["OPERATORS", "Cause", "causes_of", "dataflow", "failed", "operator_of", "worst"]
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norm": tuple(name for name in (*LAYER_SITES, "final.norm") if name.rpartition(".")[2].endswith("norm")),
@@ -29,6 +29,24 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "residual": ("attn.residual", "residual"),
 }
 """Sites that one kind of operation computes; a site that is in none is a kind of its own."""
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "embed": ("embedding",),
+    "norm": ("rms_norm", "add_rms_norm"),
+    "qkv": ("linear",),
+    "rotation": ("rotary",),
+    "attention": ("attention", "softmax"),
+    "attn.out": ("linear",),
+    "residual": ("add_rms_norm",),
+    "feed-forward": ("linear",),
+    "activation": ("swiglu", "experts"),
+    "ffn.out": ("linear",),
+    "moe.router.logits": ("router_logits",),
+    "routing": ("route",),
+    "experts": ("experts",),
+    "moe.routed": ("combine",),
+    "logits": ("head",),
+}
+"""Kind of operation -> the operators of the suite that compute it, the plain one first."""
 _KIND_OF: Mapping[str, str] = {name: kind for kind, names in _KINDS.items() for name in names}
 _PRODUCTS = frozenset({"qkv", "attn.out", "feed-forward", "ffn.out", "experts", "moe.router.logits", "logits"})
 _MANY = 3
@@ -56,9 +74,10 @@ def causes_of(red: Sequence[CaseResult]) -> list[list[Cause]]:
         if not _drifts(case):
             joined.take(found)
     lowest = _lowest_rungs(case for case, found in zip(red, sites, strict=True) if not found)
+    kinds = {joined(_kind(name)) for found in sites for name in found}
     made = []
     for case, found in zip(red, sites, strict=True):
-        causes = _by_sites(found, joined) if found else [_by_words(case, lowest)]
+        causes = _by_sites(found, joined) if found else [_by_operator(case, kinds, joined) or _by_words(case, lowest)]
         # Ranks whose copies differ run different models: what is shown of them together fits none from there on.
         made.append([replace(causes[0], sites=tuple(found))] if _drifts(case) else causes)
     return made
@@ -148,6 +167,18 @@ def _by_sites(sites: Sequence[str], joined: _Joined) -> list[Cause]:
         Cause(("site", kind), f"first divergence in {layer_of(names[0])[1]}", tuple(names))
         for kind, names in found.items()
     ]
+
+
+def operator_of(case: CaseResult) -> str:
+    """The operator that a case of suite ``operators`` is about; "" for any other."""
+    return case.case.rpartition("-")[2].rstrip("]") if case.suite == "operators" else ""
+
+
+def _by_operator(case: CaseResult, kinds: Collection[str], joined: _Joined) -> Cause | None:
+    """An operator that is wrong by itself is the cause of the sites that it computes, where those are red too."""
+    name = operator_of(case)
+    mine = [joined(kind) for kind, operators in OPERATORS.items() if name in operators]
+    return next((Cause(("site", kind), f"operator {name}") for kind in mine if kind in kinds), None)
 
 
 def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:

@@ -285,13 +285,14 @@ def _others(
     found: Divergence, slot: int, shown: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Rows that a target may have in place of the right one: what the operation was given, other positions, heads and
-    layers."""
+    layers. What comes after it was made of the wrong one, and is no explanation."""
     name, position = found.site, found.position
     layer, local = layer_of(name)
     right = np.asarray(own[name], np.float64)
     for other, value in shown.items():
         near, kind = layer_of(other)
-        if other != name and near == layer and value.shape == right.shape and kind not in CHOICES:
+        before = near == layer and order_key(other) < order_key(name)
+        if before and value.shape == right.shape and kind not in CHOICES:
             yield f"{other} at this position", _row(value, position, slot)
     for at in range(len(right)):
         if at != position:

@@ -19,6 +19,8 @@ _FEW = 8
 _LIST = 6
 _LEFT = 0.25
 """Part of an error that what explains it may leave."""
+_ALIKE = 0.9995
+"""Cosine from which on two rows have one direction, but for a rounding on the way."""
 _COARSE = 3
 """Significand bits that values must lack, of those that their format has, to be called coarse."""
 _SIGNIFICAND: Mapping[str, int] = {"fp32": 24, "fp16": 11, "bf16": 8}
@@ -41,9 +43,7 @@ def likeness(
     elif found := _instead(value, own, allowed, np.ones(len(own), bool), rows, form):
         words += f" beyond the budget, and the whole row: {found}"
     else:
-        words += ": no simple change"
-        if off.sum() > 2:
-            words += f" (cosine {_cosine(value[off], own[off]):.3f} with the expected)"
+        words += f": {_roughly(value[off], own[off])}"
     if len(own) <= _FEW:
         words += f"; the row is {_shown(value)}, expected {_shown(own)}"
         if (own >= 0).all() and len(own) > 1:
@@ -96,9 +96,15 @@ def _instead(
     return ""
 
 
-def _cosine(one: np.ndarray, other: np.ndarray) -> float:
-    length = math.sqrt(float(one @ one) * float(other @ other))
-    return float(one @ other) / length if length else 0.0
+def _roughly(v: np.ndarray, o: np.ndarray) -> str:
+    """What is left to say where nothing explains the values."""
+    length = math.sqrt(float(v @ v) * float(o @ o))
+    if len(v) < 3 or not length:
+        return "no simple change"
+    cosine, factor = float(v @ o) / length, float(v @ o) / float(o @ o)
+    if cosine > _ALIKE and math.sqrt(np.mean((v - factor * o) ** 2)) < 2 * _LEFT * math.sqrt(np.mean((v - o) ** 2)):
+        return f"about {factor:.4g} times the expected (cosine {cosine:.6f})"
+    return f"no simple change (cosine {cosine:.3f} with the expected)"
 
 
 def coarseness(values: np.ndarray) -> int:

@@ -67,6 +67,29 @@ def test_an_operator_alone_clears_or_convicts_the_kernel() -> None:
     assert alone([operator("rms_norm", Status.UNSUPPORTED)], "norm") == ""
 
 
+@pytest.mark.requirement(50, 116)
+def test_an_operator_that_is_red_by_itself_is_the_cause_of_its_sites() -> None:
+    def operator(name: str) -> CaseResult:
+        given = {"suite": "operators", "case": f"operators/test_operators.py::test_it[m-fp32-{name}]"}
+        return replace(red("correct", name, over(metric="op.rms out")), **given)
+
+    norms = red("correct", "sites", *sites("attn.norm", "ffn.norm"), at="layer.0.attn.norm")
+    assert causes(operator("add_rms_norm"), operator("rms_norm"), norms, operator("rotary")) == [
+        ("first divergence in attn.norm", 3),
+        ("op.rms out beyond its budget (operators)", 1),
+    ]
+    assert causes(operator("rms_norm")) == [("op.rms out beyond its budget (operators)", 1)]
+
+
+def test_the_case_that_names_a_lost_needle_is_shown_first() -> None:
+    mean = over(metric="kl")
+    lost = Measurement(
+        "needles", 2.0, 0.0, False, "logits", "kept-4096", 4116, "", 32, "2 of 32 needles are not recalled"
+    )
+    (cluster,) = clusters([red("stress", "a", mean), red("stress", "b", mean, lost)])
+    assert cluster.first.case == "stress/b"
+
+
 def sites(*names: str, layers: tuple[int, ...] = (0, 1)) -> list[Measurement]:
     return [over(f"layer.{layer}.{name}") for layer in layers for name in names]
 

@@ -66,6 +66,12 @@ def test_values_of_another_place_are_named_by_it() -> None:
     assert "no simple change (cosine" in said(value, others=[("position 3", -OTHER)])
 
 
+def test_a_multiple_that_was_rounded_on_the_way_is_about_one() -> None:
+    value = OWN * 1.0625 * (1 + 1e-3 * NOISE / ALLOWED)
+    assert said(value).startswith("all 48 values: about 1.06") and "(cosine 1.0000" in said(value)
+    assert "about" not in said(OWN + 0.3 * OTHER)
+
+
 def test_a_healthy_error_is_no_explanation() -> None:
     """Values that are all a little off are nearly one times the expected, and nearly those of a row beside it."""
     value = OWN + 1.5 * ALLOWED * np.sign(NOISE)

@@ -205,6 +205,17 @@ def test_the_values_of_a_wrong_row_are_told(bench: Any, what: str) -> None:
     assert judge.divergence is not None and words in judge.divergence.looks
 
 
+def test_what_was_made_of_a_wrong_value_does_not_explain_it(bench: Any) -> None:
+    """Rotation by nothing hands on at position 0 what it is given, right or wrong."""
+    model = bench("llama-odd")
+    tokens = model.tokens(TOKENS)
+    value = model.run(tokens, "fp32").sites["layer.2.attn.k"].copy()
+    value[0] = value[0] ** 2
+    judge = judged(model, model.answer(tokens, "fp32", forced={"layer.2.attn.k": value}), tokens, "fp32")
+    assert judge.divergence is not None and judge.divergence.site == "layer.2.attn.k"
+    assert "no simple change" in judge.divergence.looks
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_values_of_another_position_or_layer_are_recognised(bench: Any, precision: str) -> None:
     model = bench("qwen3-moe-odd")
