@@ -219,7 +219,7 @@ class SiteView:
         width = self.own.shape[-1]
         got, expected = (array.reshape(-1, width)[row, element] for array in (self.value, self.own))
         index = [element] if self.own.ndim == 2 else [slot, element]
-        kind = "rms" if metric == "site.rms" else "largest error"
+        kind = "rms of all rows, each" if metric == "site.rms" else "largest error,"
         return Divergence(
             site=self.name,
             layer=layer_of(self.name)[0],

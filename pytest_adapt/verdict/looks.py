@@ -76,6 +76,9 @@ def _instead(
 
     if not v.any():
         return "0"
+    sizes = np.abs(v)
+    if len(v) >= _FEW and (sizes == sizes[0]).all() and (np.sign(v) == np.sign(o)).all():
+        return f"all of magnitude {sizes[0]:.4g}, with the signs that they should have (clipped)"
     if len(v) > 1:
         for name, row in others:
             if explains(v - row[off]):
@@ -83,15 +86,14 @@ def _instead(
         if o.any():
             factor = float(v @ o / (o @ o))
             if explains(v - factor * o, 2.0 * max(1.0, abs(factor))):
-                return f"{factor:.4g} times the expected"
+                return f"{factor:.{4 if abs(factor - 1) > 1e-3 else 9}g} times the expected"
     if len(v) > 2:
         offset = float(np.median(v - o))
         if explains(v - o - offset):
             return f"the expected {offset:+.4g}"
         if explains((np.sort(value) - np.sort(own))[off]):
             return "the expected ones in another order"
-    bits = coarseness(v)
-    if len(v) >= _FEW and bits <= _SIGNIFICAND[form] - _COARSE:
+    if len(v) >= _FEW and (bits := coarseness(v)) <= min(_SIGNIFICAND[form], coarseness(o)) - _COARSE:
         return f"rounded to {bits} significant bits"
     return ""
 

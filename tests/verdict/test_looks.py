@@ -92,6 +92,18 @@ def test_coarse_values_are_told_from_those_of_the_format() -> None:
     assert "significant bits" not in likeness(bf16 + 0.1 * scale, OWN, np.full(48, 1e-6), (), "bf16")
 
 
+def test_what_is_clipped_is_not_called_rounded() -> None:
+    words = said(np.clip(OWN, -0.25, 0.25))
+    assert "all of magnitude 0.25, with the signs that they should have (clipped)" in words
+    stored = np.round(OWN * 16) / 16  # of few bits themselves, as the rows of an embedding are
+    assert "significant bits" not in said(np.roll(stored, 5)[:40], stored[:40])
+
+
+def test_a_factor_near_one_is_told_from_one() -> None:
+    allowed = np.full(48, 1e-9)
+    assert likeness(OWN * 1.0000044, OWN, allowed, ()).endswith("1.0000044 times the expected")
+
+
 def test_a_short_row_is_shown_whole() -> None:
     words = said(np.array([0.45, 0.55]), np.array([0.3, 0.55 / 1.5]))
     assert words.endswith("the row is [0.45, 0.55], expected [0.3, 0.3667], sum 1 instead of 0.6667")
