@@ -28,6 +28,8 @@ P = 1e-5
 LEAST = 0.03
 _SHORTEST = 2
 """Points on each side of a change: one may be a bad minute."""
+_MOST = 2000
+"""Points of a series in which changes are sought."""
 _WIDTH, _HEIGHT, _MARGIN = 720, 180, 48
 
 
@@ -69,7 +71,8 @@ class Series:
     @property
     def changes(self) -> list[int]:
         """Indices of the first points of new levels."""
-        return changes([math.log(point.ratio) for point in self.points])
+        recent = self.points[-_MOST:]  # the search is quadratic
+        return [len(self.points) - len(recent) + one for one in changes([math.log(point.ratio) for point in recent])]
 
     @property
     def levels(self) -> list[tuple[int, float]]:

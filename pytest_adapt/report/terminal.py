@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import TYPE_CHECKING, Any
 
 from pytest_adapt.report.operators import alone, coverage_line
@@ -82,7 +83,7 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
         case = cluster.first
         details = [f"{case.rung or 'beside the ladder'}: {case.case}", *_details(cluster)]
         kind = cluster.cause_of(case).key
-        if kind[0] == "site" and (said := alone(collector.cases, kind[1])):
+        if kind[0] == "site" and (said := alone(collector.cases, kind[1], case.precision)):
             details.append(said)
         if number - 1 in likely:
             details.append(likely[number - 1])
@@ -121,7 +122,12 @@ def _cut(line: str, most: int = 2) -> str:
 
 
 def _height(lines: list[str]) -> int:
-    return sum(max(1, -(-len(line) // WIDTH)) for line in lines)
+    return sum(max(1, -(-_columns(line) // WIDTH)) for line in lines)
+
+
+def _columns(line: str) -> int:
+    """Columns that a terminal needs: characters of East Asian scripts take two."""
+    return len(line) + sum(unicodedata.east_asian_width(one) in "WF" for one in line)
 
 
 def counts_line(cases: list[CaseResult]) -> str:

@@ -34,7 +34,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "norm": ("rms_norm", "add_rms_norm"),
     "qkv": ("linear",),
     "rotation": ("rotary",),
-    "attention": ("attention", "softmax"),
+    "attention": ("attention", "latent_attention", "softmax"),
     "attn.out": ("linear",),
     "residual": ("add_rms_norm",),
     "feed-forward": ("linear",),
@@ -42,7 +42,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "ffn.out": ("linear",),
     "moe.router.logits": ("router_logits",),
     "routing": ("route",),
-    "experts": ("experts",),
+    "experts": ("experts", "grouped_linear"),
     "moe.routed": ("combine",),
     "logits": ("head",),
 }
@@ -52,6 +52,7 @@ _PRODUCTS = frozenset({"qkv", "attn.out", "feed-forward", "ffn.out", "experts", 
 _MANY = 3
 """So many kinds of matrix products that are red together have the product itself in common."""
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
+_COUNTED = re.compile(r"\b\d+(?= of \d|,? \w+ run\b|,? \w* ?(?:wait|blocks|sequences|requests|tokens)\b)|(?<= of )\d+")
 _WRONG = ("logprob", "kl", "cosine", "token_match", "needles", "ruler.")
 _DISAGREE = ("agree.", "secret")
 
@@ -204,8 +205,8 @@ def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
 def _broken(reason: str) -> str:
     """What went wrong, without where and how many: an exception's name and text, if the reason ends with one."""
     found = _EXCEPTION.search(reason)
-    # Blocks, requests and addresses are counted anew in each case.
-    return re.sub(r"\d+", "0", found[0] if found else reason)
+    # Blocks, requests and tokens are counted anew in each case; a status, a signal or an error's number is not.
+    return _COUNTED.sub("0", found[0] if found else reason)
 
 
 def _lowest_rungs(cases: Iterable[CaseResult]) -> dict[tuple[str, str], int]:

@@ -30,11 +30,8 @@ OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
 _IDS = "moe.router.ids"
 _LOGITS = "moe.router.logits"
+_SCORES = "moe.router.scores"
 _EXPERT_SITES = "moe.experts."
-_ROUNDINGS = {"moe.router.scores": 4, "moe.router.weights": 3}
-"""Roundings that a float32 value of these sites has passed (difference, exponential, sum and quotient; sum, quotient
-and scale), which may all point the same way. A row has few values, and the emulation's own error is often small by
-luck: its largest error may be one ulp of the row's largest value for each."""
 _SAME = 1e-9
 """Part of a row's largest value by which two float64 runs of the same numbers differ at most: the order of sums."""
 
@@ -80,6 +77,7 @@ def compare_sites(
     (choices are judged given the logits, where they are shown).
     """
     from pytest_adapt.oracle import Rounding
+    from pytest_adapt.oracle.routing import score_forms
 
     report = SiteReport()
     length = len(tokens) if prompt_tokens is None else prompt_tokens
@@ -110,7 +108,12 @@ def compare_sites(
     views: dict[str, SiteView] = {}
     for name, value in floats.items():
         own = np.asarray(exact.own[name], np.float64)
-        other = farthest(own, [trace.own[name] for trace in emulations])
+        form = rounding.format_of(name, architecture)
+        ways = [trace.own[name] for trace in emulations]
+        layer, local = layer_of(name)
+        if local == _SCORES and form == "fp32" and (logits := shown.get(site(layer or 0, _LOGITS))) is not None:
+            ways += score_forms(oracle.spec.mixture.router, logits)
+        other = farthest(own, ways)
         ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
         kept = np.flatnonzero(~unsure[name]) if name in unsure else np.arange(len(tokens))
         if not len(kept):
@@ -122,7 +125,7 @@ def compare_sites(
             np.asarray(value, np.float64)[kept],
             own[kept],
             other[kept],
-            rounding.format_of(name, architecture),
+            form,
             ids,
             length,
             None if terms is None else terms[kept],
@@ -181,8 +184,6 @@ class SiteView:
         rows = Rows.of_elements(
             self.prompt, positions, (value - own) / scale, (emulated - own) / scale, ulp(own, self.form) / scale
         )
-        if self.form == "fp32":
-            rows = replace(rows, floor=rows.floor * _ROUNDINGS.get(layer_of(self.name)[1], 1))
         comparison = Comparison(widen, SITE_QUANTILE, [rows])
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
@@ -248,7 +249,8 @@ class SiteView:
         per_token = len(own) // len(self.own)
         positions = np.arange(len(self.own)) if self.tokens is None else self.tokens
         experts = None if self.ids is None else self.ids[positions]
-        extent = looks.reach(self.over, positions, per_token, self.prompt_tokens, experts)
+        noun = "expert slot" if _EXPERT_SITES in self.name else "head"
+        extent = looks.reach(self.over, positions, per_token, self.prompt_tokens, experts, noun)
         if (np.abs(value[row] - own[row]) > self.allowed[row]).any():
             like = looks.likeness(value[row], own[row], self.allowed[row], others, self.form)
         else:  # what no row shows alone, all rows may
@@ -472,6 +474,8 @@ def _usable(
         wanted = "distinct experts in ascending order" if local in CHOICES else "finite numbers"
         if name not in shapes:
             problem, wanted = (0, None, "a site that the model does not have"), "one of its sites"
+        elif local in CHOICES and not np.issubdtype(value.dtype, np.integer):
+            problem = 0, None, f"numbers of type {value.dtype}"
         elif local in CHOICES:
             router = oracle.spec.mixture.router
             problem = shape_problem(value, shapes[name][0], router.chosen, router.experts)

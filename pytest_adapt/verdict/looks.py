@@ -21,6 +21,10 @@ _LEFT = 0.25
 """Part of an error that what explains it may leave."""
 _ALIKE = 0.9995
 """Cosine from which on two rows have one direction, but for a rounding on the way."""
+_TWO = 2
+"""So few values have a factor, or are near those of some other row, by chance."""
+_SAMPLE = 1 << 16
+"""Values of a whole site that are looked at together."""
 _COARSE = 3
 """Significand bits that values must lack, of those that their format has, to be called coarse."""
 _SIGNIFICAND: Mapping[str, int] = {"fp32": 24, "fp16": 11, "bf16": 8}
@@ -53,7 +57,7 @@ def likeness(
 
 def together(value: np.ndarray, own: np.ndarray, allowed: np.ndarray, form: str = "fp32") -> str:
     """All rows of a site, of which none stands out; float64 [rows, n] each."""
-    v, o, a = value.ravel(), own.ravel(), allowed.ravel()
+    v, o, a = (array.ravel()[:_SAMPLE] for array in (value, own, allowed))
     found = _instead(v, o, a, np.ones(len(v), bool), (), form)
     return f"no value stands out; all of them together: {found}" if found else "no value stands out: all err too much"
 
@@ -76,10 +80,13 @@ def _instead(
 
     if not v.any():
         return "0"
+    if len(v) > _TWO and (v == v[0]).all():
+        return f"all {v[0]:.4g}"
     sizes = np.abs(v)
-    if len(v) >= _FEW and (sizes == sizes[0]).all() and (np.sign(v) == np.sign(o)).all():
-        return f"all of magnitude {sizes[0]:.4g}, with the signs that they should have (clipped)"
-    if len(v) > 1:
+    if len(v) >= _FEW and (sizes == sizes[0]).all():
+        clipped = ", with the signs that they should have (clipped)" if (np.sign(v) == np.sign(o)).all() else ""
+        return f"all of magnitude {sizes[0]:.4g}{clipped}"
+    if len(v) > _TWO:
         for name, row in others:
             if explains(v - row[off]):
                 return f"those of {name}"
@@ -87,14 +94,13 @@ def _instead(
             factor = float(v @ o / (o @ o))
             if explains(v - factor * o, 2.0 * max(1.0, abs(factor))):
                 return f"{factor:.{4 if abs(factor - 1) > 1e-3 else 9}g} times the expected"
-    if len(v) > 2:
         offset = float(np.median(v - o))
         if explains(v - o - offset):
             return f"the expected {offset:+.4g}"
-        if explains((np.sort(value) - np.sort(own))[off]):
+        if explains(np.sort(v) - np.sort(o)):
             return "the expected ones in another order"
     if len(v) >= _FEW and (bits := coarseness(v)) <= min(_SIGNIFICAND[form], coarseness(o)) - _COARSE:
-        return f"rounded to {bits} significant bits"
+        return f"rounded to {bits} significant bit{'s' * (bits > 1)}"
     return ""
 
 
@@ -135,10 +141,15 @@ def which(off: np.ndarray, noun: str) -> str:
 
 
 def reach(
-    over: np.ndarray, positions: np.ndarray, per_position: int, prompt_tokens: int, experts: np.ndarray | None
+    over: np.ndarray,
+    positions: np.ndarray,
+    per_position: int,
+    prompt_tokens: int,
+    experts: np.ndarray | None,
+    noun: str = "head",
 ) -> str:
-    """How far one site of one prompt is off. ``over`` bool [rows], where rows are ``positions`` int64 [T] x slots
-    (heads, or the chosen ``experts`` [T, slots])."""
+    """How far one site of one prompt is off. ``over`` bool [rows], where rows are ``positions`` int64 [T] x slots (each
+    a ``noun``, or one of the chosen ``experts`` [T, slots])."""
     grid = over.reshape(len(positions), per_position)
     bad = np.asarray(grid.any(axis=1))
     if not bad.any():
@@ -147,9 +158,9 @@ def reach(
     if experts is not None:
         chosen, wrong = np.unique(experts), np.unique(experts[grid])
         if len(wrong) < len(chosen):
-            words += f", in experts {listed(wrong)} alone ({len(chosen)} were chosen)"
+            words += f", in expert{'s' * (len(wrong) > 1)} {listed(wrong)} alone ({len(chosen)} were chosen)"
     elif not (heads := np.asarray(grid[bad].any(axis=0))).all():
-        words += f", {which(heads, 'head')}"
+        words += f", {which(heads, noun)}"
     return words
 
 

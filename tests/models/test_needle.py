@@ -151,6 +151,10 @@ def test_lost_needles_are_told_as_one_story() -> None:
     assert "all from position 1000 on: 1000 asked at 3000" in story(asked, asked[2:])
     inner = [Question(2000 + place, place, 3, str(place)) for place in (5, 100, 1000, 1200, 1500)]
     assert "all from position 100 to 1200, those before and after are found: 100 asked" in story(inner, inner[1:4])
+    twice = [Question(3000, 4, 3, "4"), Question(3100, 4, 3, "4"), Question(3200, 9, 3, "9")]
+    assert "all from position 4 to 4" not in story(twice, twice[:1]) + story(twice * 2, [twice[0]] * 3)
+    near = [Question(10, 4, 3, "4"), Question(995, 4, 3, "4"), Question(20, 2, 3, "2")]
+    assert "which is found 991 keys back" in story(near, near[2:])
     same = [Question(place, 3, 1, str(place)) for place in (16, 512, 1024)]
     assert "all questions from position 512 on" in story(same, same[1:])
     assert story(asked, asked[1:2]).startswith("1 of 4 needles are not recalled: 100 asked at 2100 (100)")

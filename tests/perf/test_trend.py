@@ -97,6 +97,27 @@ def test_lines_of_others_are_counted_and_passed_over(
     assert "2 runs" in said and "1 of the file's lines passed over" in said
 
 
+def test_a_history_without_measurements_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trend.jsonl"
+    for content, told in ((b"", "0 lines are no measurements"), (b"\xff\n[]\n", "2 lines are no measurements")):
+        file.write_bytes(content)
+        assert main([str(file)]) == 2 and told in capsys.readouterr().err
+
+
+def test_a_picture_is_never_drawn_over_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trend.jsonl"
+    append(file, [POINT])
+    before = file.read_bytes()
+    assert main([str(file), "--svg", str(file)]) == 2 and "the history itself" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert main([str(file), "--svg", str(file / "in a file.svg")]) == 2 and "cannot be" in capsys.readouterr().err
+
+
+def test_a_long_series_is_searched_at_its_end() -> None:
+    points = [replace(POINT, ratio=1.0 + 0.1 * (number >= 9000)) for number in range(9500)]
+    assert Series("a", "t", "b", tuple(points)).changes == [9000]
+
+
 def test_a_picture_of_nothing_is_a_picture() -> None:
     assert ElementTree.fromstring(drawn([])).tag.endswith("svg")
     assert ElementTree.fromstring(drawn([Series("a", "t", "b", (POINT,))])).tag.endswith("svg")

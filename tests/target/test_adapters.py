@@ -15,7 +15,7 @@ import pytest
 from pytest_adapt import sites
 from pytest_adapt.models import materialise
 from pytest_adapt.target.mask import MaskedTarget
-from pytest_adapt.target.probe import probe
+from pytest_adapt.target.probe import Spoilt, probe
 from pytest_adapt.target.protocol import (
     OBSERVABLES,
     Deployment,
@@ -316,6 +316,8 @@ def test_a_declared_observable_counts_only_when_it_was_seen(shown: dict[str, Any
     result = probe(target, deployment, target.open(deployment))
     assert result.shown == set(OBSERVABLES) - {name}
     assert reason in result.missing[name]
+    there = "absent" not in reason and "has a value" not in reason
+    assert isinstance(result.missing[name], Spoilt) is there, "not to show is no lie; to show what cannot be is one"
 
 
 def test_an_honest_target_is_believed() -> None:

@@ -44,6 +44,8 @@ def test_numbers_make_no_cause_of_their_own() -> None:
         replace(red("stress", name), reason=f"builtin: 1 sequences run, 0 wait: 0 of {blocks} blocks are in use")
         for name, blocks in (("a", 64), ("b", 128))
     ]
+    codes = [replace(red("stress", str(code)), reason=f"HTTPError: HTTP {code}") for code in (404, 500)]
+    assert len(clusters(codes)) == 2, "a status is no count"
     (cluster,) = clusters([*cases, replace(red("stress", "c"), reason="the server is gone")])[:1]
     assert [case.case for case in cluster.cases] == ["stress/a", "stress/b"] and "0 of 64 blocks" in cluster.cause
 
@@ -58,13 +60,21 @@ def test_a_lost_needle_says_more_than_the_token_in_its_place() -> None:
 @pytest.mark.requirement(50, 116)
 def test_an_operator_alone_clears_or_convicts_the_kernel() -> None:
     def operator(name: str, status: Status) -> CaseResult:
-        return CaseResult(f"operators/test_operators.py::test_it[m-fp32-{name}]", status, "operators", "correct")
+        return CaseResult(
+            f"operators/test_operators.py::test_it[m-fp32-{name}]", status, "operators", "correct", precision="fp32"
+        )
 
-    cases = [operator("rms_norm", Status.PASS), operator("rotary", Status.FAIL), operator("add_rms_norm", Status.FAIL)]
-    assert alone(cases, "norm").startswith("operator rms_norm alone is green: what it is given is wrong")
-    assert alone(cases, "rotation") == "operator rotary alone is red as well: the kernel itself is wrong"
-    assert alone(cases, "attention") == alone(cases, "no such kind") == alone([], "norm") == ""
-    assert alone([operator("rms_norm", Status.UNSUPPORTED)], "norm") == ""
+    cases = [operator("rms_norm", Status.PASS), operator("rotary", Status.FAIL), operator("attention", Status.PASS)]
+    assert alone(cases, "norm", "fp32").startswith("operator rms_norm alone is green: what it is given is wrong")
+    assert alone(cases, "rotation", "fp32").startswith(
+        "operator rotary alone is red as well: the kernel itself is wrong"
+    )
+    assert alone(cases, "rotation", "bf16") == alone(cases, "no such kind", "fp32") == alone([], "norm", "fp32") == ""
+    # One of several that are behind a site is enough to convict; only all of them clear.
+    latent = operator("latent_attention", Status.FAIL)
+    assert alone([*cases, latent], "attention", "fp32").startswith("operator latent_attention alone is red")
+    assert alone([*cases, replace(latent, status=Status.ERROR)], "attention", "fp32") == ""
+    assert alone([operator("rms_norm", Status.UNSUPPORTED)], "norm", "fp32") == ""
 
 
 @pytest.mark.requirement(50, 116)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -104,10 +105,35 @@ def test_a_factor_near_one_is_told_from_one() -> None:
     assert likeness(OWN * 1.0000044, OWN, allowed, ()).endswith("1.0000044 times the expected")
 
 
+def test_few_values_are_explained_by_nothing() -> None:
+    """Two are near a multiple, and near those of one of many rows, by chance; some that were disturbed are no order."""
+    rng = np.random.default_rng(3)
+    rows = [(f"position {at}", rng.normal(size=64)) for at in range(511)]
+    for wrong in (1, 2, 3, 4, 6):
+        for _ in range(40):
+            own = rng.normal(size=64)
+            value = own.copy()
+            value[:wrong] += rng.normal(size=wrong)
+            words = likeness(value, own, np.full(64, 0.02), rows)
+            assert "no simple change" in words or "about" in words, words
+
+
+def test_constants_are_called_so() -> None:
+    assert said(np.full(48, 0.5)) == "all 48 values: all 0.5"
+    assert said(np.where(np.arange(48) % 2, 1.0, -1.0)) == "all 48 values: all of magnitude 1"
+
+
+def test_all_rows_of_a_large_site_are_looked_at_in_a_moment() -> None:
+    own = np.random.default_rng(0).normal(size=(512, 32000)).astype(np.float32)
+    started = time.process_time()
+    assert "1.5 times" in together(own * 1.5, own, np.full_like(own, 1.0))
+    assert time.process_time() - started < 1.0
+
+
 def test_a_short_row_is_shown_whole() -> None:
-    words = said(np.array([0.45, 0.55]), np.array([0.3, 0.55 / 1.5]))
-    assert words.endswith("the row is [0.45, 0.55], expected [0.3, 0.3667], sum 1 instead of 0.6667")
-    assert words.startswith("all 2 values: 1.5 times the expected")
+    words = said(np.array([0.3, 0.45, 0.25]), np.array([0.2, 0.3, 0.5 / 3]))
+    assert words.endswith("the row is [0.3, 0.45, 0.25], expected [0.2, 0.3, 0.1667], sum 1 instead of 0.6667")
+    assert words.startswith("all 3 values: 1.5 times the expected")
     assert "sum" not in said(np.array([1.0, -1.0]), np.array([2.0, -3.0]))
     assert said(np.array([2.0]), np.array([1.0])) == "the one value: no simple change; the row is [2], expected [1]"
 
@@ -147,7 +173,7 @@ def test_heads_and_experts_are_told_where_not_all_are_off() -> None:
     assert _reach(list(range(12)), per=3, length=4) == "at all 4 positions"
     ids = np.array([[0, 4], [1, 4], [0, 1], [2, 4]])
     four = [1, 3, 7]
-    assert _reach(four, 2, 4, 4, ids) == "at 3 of 4 positions, 0 the first, in experts 4 alone (4 were chosen)"
+    assert _reach(four, 2, 4, 4, ids) == "at 3 of 4 positions, 0 the first, in expert 4 alone (4 were chosen)"
 
 
 def test_layers_are_told() -> None:
