@@ -59,7 +59,7 @@ def score_forms(router: RouterSpec, logits: np.ndarray) -> list[np.ndarray]:
     hit all of them.
     """
     x = np.asarray(logits, np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         if router.scoring == "sigmoid":
             e, two = np.exp(x), np.exp2(-x * _LOG2_E)
             return [np.where(x < 0, e / (1 + e), 1 / (1 + np.exp(-x))), np.reciprocal(1 + two)]
