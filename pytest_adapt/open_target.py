@@ -10,8 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.target.probe import Spoilt
-from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Spoilt, TargetError
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict, need_not_show
 from pytest_adapt.watchdog import Hung
@@ -83,7 +82,7 @@ class OpenTarget:
     def check(self) -> None:
         """Open, and end the item where the target does not show what its mark needs."""
         _ = self._opened
-        self._refuse_spoilt(self._mark.needs or _USUAL)
+        self._refuse_spoilt(self._mark.needs)
         if self._mark.needs:
             self.best(self._mark.needs)
         for name, wanted in self._mark.features:
@@ -381,6 +380,7 @@ class OpenTarget:
     def _default_want(self, n: int) -> frozenset[str]:
         """What the mark needs and the target shows; taps only where nothing else can answer."""
         candidates = self._mark.needs or _USUAL
+        self._refuse_spoilt(candidates)
         shown = frozenset(candidates) & self.shown & {"taps", "logits", "score", "topk", "text"}
         for drop in ("taps", "text") if n == 0 else ("taps",):
             if len(shown) > 1:

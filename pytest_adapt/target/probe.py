@@ -20,13 +20,14 @@ from pytest_adapt.target.protocol import (
     Info,
     Request,
     Response,
+    Spoilt,
     Target,
     TargetError,
     UnsupportedOp,
 )
 from pytest_adapt.target.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ProbeResult", "Spoilt", "ask", "fault", "op_fault", "probe", "probe_prompt"]
+__all__ = ["ProbeResult", "ask", "fault", "op_fault", "probe", "probe_prompt"]
 
 _PROMPT = 12
 _REPEATS = 8
@@ -34,10 +35,6 @@ _NEW = 2
 _TOPK = 5
 # A probability distribution may sum to this much more than 1 by rounding of its logarithms in bfloat16.
 _SUM_SLACK = 0.05
-
-
-class Spoilt(str):
-    """Why an observable cannot be right as it is shown. Not to show it at all is another thing: that may be allowed."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 from pytest_adapt import sites
 from pytest_adapt.models import materialise
 from pytest_adapt.target.mask import MaskedTarget
-from pytest_adapt.target.probe import Spoilt, probe
+from pytest_adapt.target.probe import probe
 from pytest_adapt.target.protocol import (
     OBSERVABLES,
     Deployment,
@@ -23,6 +23,7 @@ from pytest_adapt.target.protocol import (
     Request,
     Response,
     Sampling,
+    Spoilt,
     Target,
     TargetError,
     TopK,
