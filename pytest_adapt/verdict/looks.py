@@ -99,7 +99,7 @@ def _instead(
             return f"the expected {offset:+.4g}"
         if explains(np.sort(v) - np.sort(o)):
             return "the expected ones in another order"
-    if len(v) >= _FEW and (bits := coarseness(v)) <= min(_SIGNIFICAND[form], coarseness(o)) - _COARSE:
+    if len(v) >= _FEW and (bits := coarseness(v)) <= min(_SIGNIFICAND.get(form, 24), coarseness(o)) - _COARSE:
         return f"rounded to {bits} significant bit{'s' * (bits > 1)}"
     return ""
 
