@@ -200,13 +200,13 @@ def test_transformers_draws_through_one_filter_after_the_other() -> None:
     needs("torch")
     import torch
 
-    from pytest_adapt.target.hf import _choose, _generator
+    from pytest_adapt.target.hf import choose_token, generator_of
 
     row = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 
     def drawn(**setting: Any) -> set[int]:
         settings = (Sampling(1.0, seed=seed, **setting) for seed in range(200))
-        return {_choose(row, one, _generator(one)) for one in settings}
+        return {choose_token(row, one, generator_of(one)) for one in settings}
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=3) == {0, 1, 2}
