@@ -119,10 +119,15 @@ def test_the_end_token_ends_an_output_that_does_not_ignore_it(target, model, pre
     drawn = target.run(
         Request(f"end#{one.seed}", prompt, count, frozenset({"text"}), sampling=one, ignore_eos=False) for one in hot
     )
-    if refused := next((one.error for one in drawn.values() if one.error), None):
-        raise Verdict(Status.UNSUPPORTED, f"a temperature of {hot[0].temperature:g} is refused: {refused}")
-    late = [one for one in drawn.values() if ends & set(one.tokens[:-1])]
-    judge.promise("end.last", not late, f"{len(late)} of {outputs} outputs go on after the end token", compared=outputs)
+    refused = [one.error for one in drawn.values() if one.error]
+    if len(refused) == outputs:
+        raise Verdict(Status.UNSUPPORTED, f"a temperature of {hot[0].temperature:g} is refused: {refused[0]}")
+    detail = f"{len(refused)} of {outputs} requests are refused: {refused[:1]}"
+    judge.promise("end.answered", not refused, detail, compared=outputs)
+    if shown := [one for one in drawn.values() if one.tokens]:
+        late = [one for one in shown if ends & set(one.tokens[:-1])]
+        detail = f"{len(late)} of {len(shown)} outputs go on after the end token"
+        judge.promise("end.last", not late, detail, compared=len(shown))
     ended = sum(one.finish == "stop" for one in drawn.values())
     detail = f"{ended} of {outputs} outputs of at most {count} tokens end by themselves; with draws this hot some must"
     judge.promise("end.met", ended > 0, detail, compared=outputs)
