@@ -114,7 +114,7 @@ def compare_sites(
         if local == _SCORES and form == "fp32" and (logits := shown.get(site(layer or 0, _LOGITS))) is not None:
             ways += score_forms(oracle.spec.mixture.router, logits)
         other = farthest(own, ways)
-        ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
+        ids = shown.get(site(layer or 0, _IDS)) if _EXPERT_SITES in name else None
         kept = np.flatnonzero(~unsure[name]) if name in unsure else np.arange(len(tokens))
         if not len(kept):
             continue  # said below
@@ -188,10 +188,10 @@ class SiteView:
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
         budgets = comparison.row_budgets()[0]
-        over = np.flatnonzero(rows.largest > budgets)
-        row = int(over[0]) if len(over) else int(np.argmax(rows.square))
+        over = rows.largest > budgets
+        row = int(np.argmax(over)) if over.any() else int(np.argmax(rows.square))
         element = int(np.argmax(np.abs(value[row] - own[row]) / scale[row]))
-        self.over = rows.largest > budgets if len(over) else rows.square > rms_budget**2
+        self.over = over if over.any() else rows.square > rms_budget**2
         self.allowed = budgets[:, None] * scale
         results: list[tuple[Measurement, Divergence | None]] = []
         for metric, found, limit in (("site.rms", rms, rms_budget), ("site.max", largest, largest_budget)):
@@ -274,10 +274,8 @@ def _described(
     if layer is None:
         return words
     red = {one.site for one in report.measurements if not one.ok}
-    judged = [name for name in views if layer_of(name)[1] == local]
-    layers = looks.among(
-        [layer_of(name)[0] or 0 for name in judged if name in red], [layer_of(name)[0] or 0 for name in judged]
-    )
+    judged = {name: at for name in views for at, kind in [layer_of(name)] if kind == local and at is not None}
+    layers = looks.among([at for name, at in judged.items() if name in red], list(judged.values()))
     words += f", {layers}" if layers else ""
     window = spec.layers[layer].window
     return f"{words} (its window is {window} keys)" if window and local == "attn.context" else words
@@ -474,8 +472,6 @@ def _usable(
         wanted = "distinct experts in ascending order" if local in CHOICES else "finite numbers"
         if name not in shapes:
             problem, wanted = (0, None, "a site that the model does not have"), "one of its sites"
-        elif local in CHOICES and not np.issubdtype(value.dtype, np.integer):
-            problem = 0, None, f"numbers of type {value.dtype}"
         elif local in CHOICES:
             router = oracle.spec.mixture.router
             problem = shape_problem(value, shapes[name][0], router.chosen, router.experts)

@@ -42,9 +42,9 @@ def likeness(
     off = np.abs(value - own) > allowed
     rows = list(others)
     words = which(off, "value")
-    if found := _instead(value, own, allowed, off, rows, form):
+    if found := _instead(value[off], own[off], allowed[off], [(name, row[off]) for name, row in rows], form):
         words += f": {found}"
-    elif found := _instead(value, own, allowed, np.ones(len(own), bool), rows, form):
+    elif found := _instead(value, own, allowed, rows, form):
         words += f" beyond the budget, and the whole row: {found}"
     else:
         words += f": {_roughly(value[off], own[off])}"
@@ -58,20 +58,12 @@ def likeness(
 def together(value: np.ndarray, own: np.ndarray, allowed: np.ndarray, form: str = "fp32") -> str:
     """All rows of a site, of which none stands out; float64 [rows, n] each."""
     v, o, a = (array.ravel()[:_SAMPLE] for array in (value, own, allowed))
-    found = _instead(v, o, a, np.ones(len(v), bool), (), form)
+    found = _instead(v, o, a, (), form)
     return f"no value stands out; all of them together: {found}" if found else "no value stands out: all err too much"
 
 
-def _instead(
-    value: np.ndarray,
-    own: np.ndarray,
-    allowed: np.ndarray,
-    off: np.ndarray,
-    others: Iterable[tuple[str, np.ndarray]],
-    form: str,
-) -> str:
-    """What the values that are off are, or "" where nothing explains them."""
-    v, o, a = value[off], own[off], allowed[off]
+def _instead(v: np.ndarray, o: np.ndarray, a: np.ndarray, others: Iterable[tuple[str, np.ndarray]], form: str) -> str:
+    """What the values ``v`` are that should be ``o``, and may err by ``a``; "" where nothing explains them."""
     error = math.sqrt(float(np.mean((v - o) ** 2)))
 
     def explains(rest: np.ndarray, room: float = 2.0) -> bool:
@@ -88,7 +80,7 @@ def _instead(
         return f"all of magnitude {sizes[0]:.4g}{clipped}"
     if len(v) > _TWO:
         for name, row in others:
-            if explains(v - row[off]):
+            if explains(v - row):
                 return f"those of {name}"
         if o.any():
             factor = float(v @ o / (o @ o))
