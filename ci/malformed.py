@@ -550,7 +550,8 @@ def tried(row: Row, folder: Path, checkpoint: Path, store: Path) -> Outcome:
         f"no line has {row.says!r}" if not cause else
         f"a line of {len(cause)} characters" if len(cause) > _LONGEST else ""
     )  # fmt: skip
-    return Outcome(code, time.monotonic() - started, cause.replace(str(folder), "@"), wrong, output)
+    cause = cause.replace(str(folder), "@").replace(sys.executable, "python")
+    return Outcome(code, time.monotonic() - started, cause, wrong, output)
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class Collection:
         self.cells: list[Cell] = []
         """Deployments of the collected cases, in the order in which they are opened."""
         self.time_box: TimeBox | None = None
+        self.nothing = ""
+        """Why nothing is left to run; "" where something is."""
         self._marks: dict[int, tuple[pytest.Mark, Mark]] = {}
 
     def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
@@ -117,6 +119,8 @@ class Collection:
             cells = dict.fromkeys(cell for item in kept if (cell := item.stash[STATE].cell) is not None)
         if gone:
             config.hook.pytest_deselected(items=gone)
+            if not kept:
+                self.nothing = self._why_nothing(gone)
         items[:] = [*others, *kept]
         self.runner.gating.items = kept
         self.cells = sorted(cells, key=lambda cell: _cell_key(cell, order))
@@ -133,7 +137,9 @@ class Collection:
     def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
         count = sum(STATE in item.stash for item in items)
         cells = {item.stash[STATE].cell for item in items if STATE in item.stash} - {None}
-        lines = [f"adapt: {count} cases on {len(cells)} deployments"] if count else []
+        if self.nothing:
+            return [f"adapt: nothing to run: {self.nothing}"]
+        lines = [f"adapt: {_number(count, 'case')} on {_number(len(cells), 'deployment')}"] if count else []
         return lines + [f"adapt: {line}" for line in self.time_box.lines()] if self.time_box else lines
 
     def _mark(self, node: pytest.Item, where: str) -> Mark:
@@ -145,6 +151,22 @@ class Collection:
         if id(marker) not in self._marks:
             self._marks[id(marker)] = (marker, read_mark([marker], where))
         return self._marks[id(marker)][1]
+
+    def _why_nothing(self, gone: Sequence[pytest.Item]) -> str:
+        """Why every item of the plugin's that was collected is left out."""
+        marks = [self._read(item.get_closest_marker("adapt"), item.nodeid) for item in gone]
+        later = sum(self._left_out(mark) for mark in marks)
+        classes = sorted(
+            {one for mark in marks if not self._left_out(mark) for one in mark.classes or ("any but needle",)}
+        )
+        parts = [f"{_number(later, 'test')} of a larger --adapt-profile, or of the gate"] if later else []
+        if classes:
+            kinds = ", ".join(classes)
+            parts.append(
+                f"{_number(len(gone) - later, 'test')} of other models, layouts, contexts or operators than were named "
+                f"(models of class {kinds}: python -m pytest_adapt models)"
+            )
+        return "; ".join(parts)
 
     def _left_out(self, mark: Mark) -> bool:
         """Whether the profile is too small for a test, or this run is the gate's and the test is not, or the other way
@@ -189,3 +211,7 @@ def _definitions(definition: Any, name: str) -> Any:
 def _argnames(mark: pytest.Mark) -> list[str]:
     names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

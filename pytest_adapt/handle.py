@@ -76,6 +76,12 @@ class ModelHandle:
     def vocab_size(self) -> int:
         return int(self.config["vocab_size"])
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end a text by the checkpoint's config.json."""
+        found = self.config.get("eos_token_id")
+        return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
     def prompts(self, limit: int | None = None) -> dict[str, tuple[int, ...]]:
         """Named prompts of at most ``limit`` tokens (all where it is None), the shortest first.
 

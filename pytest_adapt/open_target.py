@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.target.protocol import Deployment, Info, Request, Response, TargetError
+from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Spoilt, TargetError
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict, need_not_show
 from pytest_adapt.watchdog import Hung
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pytest_adapt.session import Host, Opened
 
 __all__ = ["OpenTarget"]
+
+_USUAL = ("logits", "score", "topk", "text")
+"""What a test that names no needs is answered with, where it is shown."""
 
 
 class OpenTarget:
@@ -79,6 +82,7 @@ class OpenTarget:
     def check(self) -> None:
         """Open, and end the item where the target does not show what its mark needs."""
         _ = self._opened
+        self._refuse_spoilt(self._mark.needs)
         if self._mark.needs:
             self.best(self._mark.needs)
         for name, wanted in self._mark.features:
@@ -99,6 +103,7 @@ class OpenTarget:
         shown = self.shown
         asked = []
         for request in requests:
+            self._refuse_spoilt(sorted(request.want))
             want = request.want & shown
             if request.want and not want:
                 raise self._not_shown(sorted(request.want))
@@ -374,7 +379,8 @@ class OpenTarget:
 
     def _default_want(self, n: int) -> frozenset[str]:
         """What the mark needs and the target shows; taps only where nothing else can answer."""
-        candidates = self._mark.needs or ("logits", "score", "topk", "text")
+        candidates = self._mark.needs or _USUAL
+        self._refuse_spoilt(candidates)
         shown = frozenset(candidates) & self.shown & {"taps", "logits", "score", "topk", "text"}
         for drop in ("taps", "text") if n == 0 else ("taps",):
             if len(shown) > 1:
@@ -390,6 +396,13 @@ class OpenTarget:
             raise Verdict(
                 Status.UNSUPPORTED, f"feature {name}={setting}: the target offers {', '.join(map(str, offered))}"
             )
+
+    def _refuse_spoilt(self, wanted: Iterable[str]) -> None:
+        """What is shown and cannot be right is never passed over for another observable."""
+        missing = self._known.missing
+        spoilt = [f"{name}: {why}" for name in wanted if isinstance(why := missing.get(name), Spoilt)]
+        if spoilt:
+            raise Verdict(Status.FAIL, f"the target shows what cannot be right: {'; '.join(spoilt)}")
 
     def _not_shown(self, wanted: Collection[str]) -> Verdict:
         shown = [name for name in ("taps", "logits", "score", "topk", "text") if name in self.shown]

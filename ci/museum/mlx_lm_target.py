@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pytest_adapt import sites
+from pytest_adapt.target.hf import choose_token, generator_of
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, UnsupportedDeployment
 
 # Local site -> module inside a layer. Of MLA's attention only what every release materialises.
@@ -51,7 +53,8 @@ class _Tap:
 
 
 class MlxLm:
-    """Shows taps, logits and text."""
+    """Shows taps, logits and text. Tokens are drawn by the hf: target's sampler: the museum is about what the package
+    computes."""
 
     defaults = {
         "precisions": ["fp32"],  # the CPU has no other kernel for experts
@@ -94,8 +97,6 @@ class MlxLm:
             inside = all(0 <= token < self._vocab for token in request.prompt)
             if not request.prompt or total > self._limit or not inside or request.max_new_tokens < 0:
                 yield Response(request.id, len(request.prompt), error="the prompt is empty, too long or no tokens")
-            elif request.sampling.temperature:
-                yield Response(request.id, len(request.prompt), error="only greedy output is offered")
             else:
                 yield self._answer(request)
 
@@ -109,8 +110,9 @@ class MlxLm:
         self._seen = {}
         rows = [self._feed(request.prompt, cache)]
         tokens: list[int] = []
+        generator = generator_of(request.sampling)
         for step in range(request.max_new_tokens):
-            tokens.append(int(rows[-1][-1].argmax()))
+            tokens.append(choose_token(torch.from_numpy(rows[-1][-1]), request.sampling, generator))
             if tokens[-1] in request.stop or step + 1 == request.max_new_tokens:
                 break
             rows.append(self._feed((tokens[-1],), cache))

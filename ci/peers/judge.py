@@ -9,7 +9,6 @@ green and every planted one red.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -30,12 +29,9 @@ def judge(line: str, model: str, options: list[str]) -> tuple[int, str]:
         path = Path(report) / "report.json"
         if not path.is_file():
             return ran.returncode, (ran.stderr.strip().splitlines() or ["no report"])[-1]
-        content = json.loads(path.read_bytes())
     shown = ran.stdout.partition("= adapt =")[2].splitlines()
     cause = next((text for text in shown if text.startswith("1. ")), "")
-    return ran.returncode, cause or next(
-        (text for text in shown if text.startswith("trusted")), str(content.get("verdict", ""))
-    )
+    return ran.returncode, cause or next((text for text in shown if text.startswith(("trusted", "narrowed"))), "")
 
 
 def main() -> int:

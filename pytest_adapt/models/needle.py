@@ -70,6 +70,11 @@ class Vocabulary:
         """Says that ``key`` has ``value``."""
         return KEYS + RULERS + key * VALUES + value
 
+    @staticmethod
+    def value_of(needle: int) -> int:
+        """The value that a needle says."""
+        return (needle - KEYS - RULERS) % VALUES
+
     @property
     def fillers(self) -> range:
         """Tokens that say nothing."""

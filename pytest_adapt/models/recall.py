@@ -51,6 +51,11 @@ class Recall:
     rulers: tuple[int, ...] = ()
     """Tokens whose answers are mixtures that rotary phases decide."""
 
+    @property
+    def unseen(self) -> list[tuple[Question, int]]:
+        """Questions for needles out of sight, and what those say, which must not be the answer."""
+        return [(one, Vocabulary.value_of(self.tokens[one.needle])) for one in self.questions if one.answer < 0]
+
     def ask(self, target: OpenTarget, most: int = 8) -> dict[str, Response]:
         """Answers by name. One request where the target shows all rows; else one for each of at most ``most``
         questions, which ends with it."""
@@ -172,7 +177,7 @@ def story(asked: Sequence[Question], lost: Sequence[Question]) -> str:
         return f"{head}: attention finds nothing by its key at any place"
     names = ", ".join(f"{one.needle} asked at {one.position} ({one.where})" for one in lost[:3])
     if all(one.needle < other.needle for one in lost for other in found):
-        oldest = min(found, key=lambda one: one.needle)
+        oldest = min(found, key=lambda one: (one.needle, -one.distance))
         return (
             f"{head}: all before position {oldest.needle}, which is found {oldest.distance} keys back; "
             f"older keys are not seen (a window, a limit, keys that were dropped): {names}"
@@ -181,6 +186,9 @@ def story(asked: Sequence[Question], lost: Sequence[Question]) -> str:
         return f"{head}: all from position {min(one.needle for one in lost)} on: {names}"
     if all(one.position > other.position for one in lost for other in found):
         return f"{head}: all questions from position {lost[0].position} on: {names}"
+    first, last = min(one.needle for one in lost), max(one.needle for one in lost)
+    if first < last and len(lost) > 2 and not any(first <= one.needle <= last for one in found):
+        return f"{head}: all from position {first} to {last}, those before and after are found: {names}"
     return f"{head}: {names}{' ...' if len(lost) > 3 else ''}"
 
 

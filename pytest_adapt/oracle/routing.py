@@ -24,10 +24,12 @@ __all__ = [
     "combine",
     "judge_replay",
     "kept_groups",
+    "score_forms",
     "scores_of",
     "weights_of",
 ]
 
+_LOG2_E = np.float32(np.log2(np.e))
 # One row of a replay that differs from the run's own choice.
 REPLAYED = np.dtype([("row", np.int64), ("margin", np.float64), ("illegal", np.bool_)])
 
@@ -47,6 +49,27 @@ def scores_of(n: Numerics, router: RouterSpec, logits: np.ndarray) -> np.ndarray
     unnormalised = np.exp(logits - logits.max(axis=-1, keepdims=True))
     scores: np.ndarray = unnormalised / n.total(unnormalised)
     return scores
+
+
+def score_forms(router: RouterSpec, logits: np.ndarray) -> list[np.ndarray]:
+    """Scores [T, E] in float32 as engines form them besides `scores_of`: with base-2 exponentials, with a reciprocal
+    in place of a division, and with a sum from the other end.
+
+    A row has few scores, each of four roundings (difference, exponential, sum, quotient), so that one form may by luck
+    hit all of them.
+    """
+    x = np.asarray(logits, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if router.scoring == "sigmoid":
+            e, two = np.exp(x), np.exp2(-x * _LOG2_E)
+            return [np.where(x < 0, e / (1 + e), 1 / (1 + np.exp(-x))), np.reciprocal(1 + two)]
+        shifted = x - x.max(axis=-1, keepdims=True)
+        e, two = np.exp(shifted), np.exp2(shifted * _LOG2_E)
+    return [
+        two * np.reciprocal(two.sum(axis=-1, keepdims=True)),
+        e * np.reciprocal(np.cumsum(e[..., ::-1], axis=-1)[..., -1:]),
+        two / np.cumsum(two, axis=-1)[..., -1:],
+    ]
 
 
 def choose(router: RouterSpec, selection: np.ndarray) -> Choice:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pytest_adapt import documents
 from pytest_adapt.verdict.statistics import student_tail
 
 __all__ = ["FILE", "Point", "Series", "append", "changes", "drawn", "read"]
@@ -27,6 +28,8 @@ P = 1e-5
 LEAST = 0.03
 _SHORTEST = 2
 """Points on each side of a change: one may be a bad minute."""
+_MOST = 2000
+"""Points of a series in which changes are sought."""
 _WIDTH, _HEIGHT, _MARGIN = 720, 180, 48
 
 
@@ -49,6 +52,13 @@ class Point:
     verdict: str
 
 
+_POINT = documents.fields(
+    dict.fromkeys(("at", "commit", "target", "baseline", "case", "clock", "verdict"), documents.printable)
+    | dict.fromkeys(("ratio", "low", "high"), documents.real)
+    | {"pairs": documents.whole}
+)
+
+
 @dataclass(frozen=True)
 class Series:
     """One benchmark of one target against one baseline, the oldest first."""
@@ -61,7 +71,8 @@ class Series:
     @property
     def changes(self) -> list[int]:
         """Indices of the first points of new levels."""
-        return changes([math.log(point.ratio) for point in self.points])
+        recent = self.points[-_MOST:]  # the search is quadratic
+        return [len(self.points) - len(recent) + one for one in changes([math.log(point.ratio) for point in recent])]
 
     @property
     def levels(self) -> list[tuple[int, float]]:
@@ -91,18 +102,23 @@ def append(path: Path, points: Iterable[Point]) -> None:
         file.write(text)
 
 
-def read(path: Path) -> list[Series]:
-    """All series of a file, by case. A line that is none of ours (a run that was killed while it wrote) is passed over.
-    Raises OSError."""
+def read(path: Path) -> tuple[list[Series], int]:
+    """All series of a file, by case, and the number of lines that are none of ours (a run that was killed while it
+    wrote). Raises OSError."""
     found: dict[tuple[str, str, str], list[Point]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    others = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            point = Point(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        if point.ratio > 0:
+            row = documents.parse(line)
+        except ValueError:
+            row = None
+        if _POINT(row) is None and 0 < row["low"] <= row["ratio"] <= row["high"]:
+            point = Point(**{name: row[name] for name in Point.__dataclass_fields__})
             found.setdefault((point.case, point.target, point.baseline), []).append(point)
-    return [Series(*key, tuple(sorted(points, key=lambda one: one.at))) for key, points in sorted(found.items())]
+        else:
+            others += 1
+    every = [Series(*key, tuple(sorted(points, key=lambda one: one.at))) for key, points in sorted(found.items())]
+    return every, others
 
 
 def changes(values: Sequence[float]) -> list[int]:

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_adapt.verdict.result import CaseResult
+from pytest_adapt.verdict.causes import OPERATORS, operator_of
+from pytest_adapt.verdict.result import CaseResult, Status
 
-__all__ = ["METRIC", "STATES", "coverage", "coverage_line"]
+__all__ = ["METRIC", "STATES", "alone", "coverage", "coverage_line"]
 
 METRIC = "op.support"
 STATES = ("native", "fallback", "missing")
 """native: a kernel of its own; fallback: composed of basic operations; missing: the target shows none."""
+
+
+def alone(cases: Iterable[CaseResult], kind: str, precision: str) -> str:
+    """What the suite ``operators`` says in one precision of the operators behind red sites of a kind: which of them is
+    wrong by itself, or that they are wrong only in their place in the model; "" where none was judged."""
+    states = [
+        (operator_of(one), one.status)
+        for one in cases
+        if operator_of(one) in OPERATORS.get(kind, ()) and one.precision == precision and one.rung == "correct"
+    ]
+    red = [name for name, status in states if status in (Status.FAIL, Status.REGRESSION)]
+    if red:
+        return f"operator {red[0]} alone is red as well: the kernel itself is wrong, or what it is given there too"
+    green = list(dict.fromkeys(name for name, status in states if status == Status.PASS))
+    if green and all(status in (Status.PASS, Status.UNSUPPORTED) for _, status in states):
+        names = " and ".join(green)
+        return f"operator {names} alone is green: what it is given is wrong (weights, arguments, ranks), or its caller"
+    return ""
 
 
 def coverage(cases: Iterable[CaseResult]) -> dict[str, dict[str, str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import TYPE_CHECKING, Any
 
-from pytest_adapt.report.operators import coverage_line
+from pytest_adapt.report.operators import alone, coverage_line
 from pytest_adapt.verdict.causes import failed, worst
 from pytest_adapt.verdict.ladder import Cluster, clusters
 from pytest_adapt.verdict.result import CaseResult, Figure, Measurement, Status
@@ -81,6 +82,9 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
     for number, cluster in enumerate(found[:_MOST_CLUSTERS], start=1):
         case = cluster.first
         details = [f"{case.rung or 'beside the ladder'}: {case.case}", *_details(cluster)]
+        kind = cluster.cause_of(case).key
+        if kind[0] == "site" and (said := alone(collector.cases, kind[1], case.precision)):
+            details.append(said)
         if number - 1 in likely:
             details.append(likely[number - 1])
         label = "next command" if number == 1 else "repeat"
@@ -95,7 +99,8 @@ def _causes(collector: Collector, found: list[Cluster], room: int) -> list[tuple
     else:
         number = len(found[:_MOST_CLUSTERS]) + 1
     if rest := len(found) - number + 1:
-        lines.append((f"{rest} more cause{'s' if rest > 1 else ''} in the report", {}))
+        titles = "; ".join(cluster.cause for cluster in found[number - 1 :])
+        lines.append((_cut(f"{rest} more cause{'s' if rest > 1 else ''} in the report: {titles}"), {}))
     return lines
 
 
@@ -117,7 +122,12 @@ def _cut(line: str, most: int = 2) -> str:
 
 
 def _height(lines: list[str]) -> int:
-    return sum(max(1, -(-len(line) // WIDTH)) for line in lines)
+    return sum(max(1, -(-_columns(line) // WIDTH)) for line in lines)
+
+
+def _columns(line: str) -> int:
+    """Columns that a terminal needs: characters of East Asian scripts take two."""
+    return len(line) + sum(unicodedata.east_asian_width(one) in "WF" for one in line)
 
 
 def counts_line(cases: list[CaseResult]) -> str:
@@ -127,7 +137,8 @@ def counts_line(cases: list[CaseResult]) -> str:
         counts[case.status.value] = counts.get(case.status.value, 0) + 1
     optional = sum(not case.required for case in cases)
     tail = f" ({optional} not required)" if optional else ""
-    return f"{len(cases)} cases: {', '.join(f'{number} {status}' for status, number in counts.items())}{tail}"
+    shown = ", ".join(f"{number} {status}" for status, number in counts.items())
+    return f"{len(cases)} case{'s' * (len(cases) != 1)}: {shown}{tail}"
 
 
 def _title(cluster: Cluster) -> str:
@@ -148,12 +159,14 @@ def _details(cluster: Cluster) -> list[str]:
     lines = []
     if case.divergence is not None and (not cause.sites or case.divergence.site in cause.sites):
         lines.append(str(case.divergence))
-        measured = [one for one in measured if not one.site] or measured
+        if case.divergence.looks:
+            lines.append(case.divergence.looks)
+        measured = [one for one in measured if not one.site]
     elif cause.sites:  # not the first divergence of its case, but the first of this cause
         measured = [one for one in measured if one.site == cause.sites[0]] or measured
     if (most := worst(measured)) is not None:
         lines += _beyond(most).splitlines()[:_MOST_DETAIL]
-    elif case.divergence is None and case.reason and case.reason not in cluster.cause:
+    elif not lines and case.reason and case.reason not in cluster.cause:
         lines.append(case.reason)
     if shortest := case.prefix or case.no_prefix:
         lines.append(f"shortest: {shortest}")
@@ -161,7 +174,7 @@ def _details(cluster: Cluster) -> list[str]:
 
 
 def _flips_line(cases: list[CaseResult]) -> str:
-    """``flips: 3 of 1204 router choices and 2 of 900 tokens with a certificate, 0 without``; "" where none did."""
+    """``flips: 3 of 1204 router choices and 2 of 900 tokens, each a near-tie; 0 that are none``; "" where none did."""
     found: dict[str, list[int]] = {}
     for case in cases:
         for one in case.flips:
@@ -172,17 +185,21 @@ def _flips_line(cases: list[CaseResult]) -> str:
     without = sum(counts[2] for counts in found.values())
     if not without and not sum(counts[1] for counts in found.values()):
         return ""
-    return f"flips: {' and '.join(shown)} with a certificate, {without} without"
+    return f"flips: {' and '.join(shown)}, each a near-tie; {without} that are none"
 
 
 def _beyond(measured: Measurement) -> str:
     where = f" at position {measured.position}" if measured.position is not None else ""
     prompt = f" of {measured.prompt}" if measured.prompt else ""
     site = f" in {measured.site}" if measured.site else ""
-    times = f" ({measured.use:.3g} x budget)" if measured.budget else ""
+    value, budget = f"{measured.value:.4g}", f"{measured.budget:.4g}"
+    if value == budget and measured.value != measured.budget:
+        value, budget = f"{measured.value:.8g}", f"{measured.budget:.8g}"
+    if not measured.budget and measured.detail:  # a promise: what was found says more than how often
+        return f"{measured.metric}{where}{prompt}{site}: {measured.detail}"
+    times = f" ({measured.use:.3g} x budget)" if measured.budget and value != budget else ""
     detail = f"; {measured.detail}" if measured.detail else ""
-    head = f"{measured.metric} {measured.value:.4g}, budget {measured.budget:.4g}{times}"
-    return f"{head}{where}{prompt}{site}{detail}"
+    return f"{measured.metric} {value}, budget {budget}{times}{where}{prompt}{site}{detail}"
 
 
 def _figure_lines(cases: list[CaseResult]) -> list[str]:

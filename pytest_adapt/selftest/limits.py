@@ -100,12 +100,13 @@ def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dic
     what, put = SCALED[name]
     scan = _Scan(precision, put, bench, controls)
     detected = {column: smallest(STEPS, partial(scan.seen, column)) for column in COLUMNS}
+    changes = next(filter(scan.changes, STEPS), None)
     token, any_token = first_token(put, precision, bench.catalogued(MODEL))
     return {
         "value": what,
         "precision": precision,
         "model": MODEL,
-        "changes": smallest(STEPS, scan.changes),
+        "changes": changes,
         "detected": detected,
         "token": token,
         "any_token": any_token,
@@ -113,17 +114,16 @@ def measure_limit(name: str, precision: str, bench: Bench, controls: Any) -> dic
 
 
 def smallest(steps: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The smallest step from which on ``holds`` is true, by bisection; None where it is false of the largest."""
-    if not holds(steps[-1]):
-        return None
-    low, high = -1, len(steps) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(steps[middle]):
-            high = middle
-        else:
-            low = middle
-    return steps[high]
+    """The smallest step from which on ``holds`` is true; None where it is false of the largest.
+
+    From the largest downwards: what is seen is seen soon, and what is not takes a whole suite, here once.
+    """
+    found = None
+    for step in reversed(steps):
+        if not holds(step):
+            break
+        found = step
+    return found
 
 
 def first_token(

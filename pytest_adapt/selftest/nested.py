@@ -34,11 +34,11 @@ from pytest_adapt.target.mask import MaskedTarget
 from pytest_adapt.target.protocol import Response, Target
 from pytest_adapt.target.registry import TargetSpec
 from pytest_adapt.verdict.identity import contents
-from pytest_adapt.verdict.result import CaseResult, Status
+from pytest_adapt.verdict.result import CaseResult
+from pytest_adapt.verdict.status import WRONG
 
 __all__ = ["Bench", "Found", "NestedError", "Setting"]
 
-_RED = (Status.FAIL, Status.ERROR, Status.MISMATCH, Status.STALE)
 PROMPTS: tuple[tuple[str, int], ...] = (("random-37", 37), ("random-150", 150), ("searched-0", 64))
 """The reduced case set: prompts, and how many tokens of each are taken at most. A random one whose choices are close,
 one beyond 64 and 128 tokens, and the beginning of one whose choices are certain in low precision."""
@@ -106,7 +106,7 @@ class Found:
     @property
     def red(self) -> list[CaseResult]:
         """The cases that say that something is wrong."""
-        return [case for case in self.cases if case.status in _RED]
+        return [case for case in self.cases if case.status in WRONG]
 
 
 class Bench:

@@ -97,6 +97,15 @@ class Selftest:
         session.testscollected = len(session.items)
         return True
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Neighbours in the order share checkpoints and oracles, and no worker waits for the other at the end."""
+        if config.getvalue("dist") != "load":
+            return None
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+
     def pytest_report_collectionfinish(self) -> str:
         known = sum(task.done() for task in self._tasks)
         return f"adapt selftest: {len(self._tasks)} items, {known} known from an earlier run (.adapt/selftest)"
@@ -177,13 +186,12 @@ class Selftest:
         faults = [fault for fault in catalogue().values() if _wanted(fault.id, words)]
         trials = [trial_of(fault, precision) for precision in precisions for fault in faults]
         order = {name: place for place, name in enumerate(precisions)}
-        if _wanted("LIMITS", words):  # the longest first: workers end together
-            yield from (self._limit_task(name, precision) for precision in precisions for name in SCALED)
+        mutants = [self._mutant_task(name) for name in MUTANTS] if _wanted("MUTANTS", words) else []
+        limits = [self._limit_task(name, one) for one in precisions for name in SCALED if _wanted("LIMITS", words)]
         trials.sort(key=lambda one: (order[one.precision], one.setting.model, one.setting.layout, one.fault.id))
-        for trial in trials:
-            yield self._trial_task(trial)
-        if _wanted("MUTANTS", words):
-            yield from (self._mutant_task(name) for name in MUTANTS)
+        middle = [self._trial_task(trial) for trial in trials]
+        # The longest first, so that workers end together; where time is short, what costs least.
+        yield from (*mutants, *middle, *limits) if self.settings.time else (*limits, *middle, *mutants)
 
     def _trial_task(self, trial: Trial) -> Task:
         kept = self._kept(trial.fault)

@@ -202,7 +202,7 @@ def _trimmed(case: CaseResult) -> dict[str, Any]:
         "context": case.context,
         "observable": case.observable,
         "reason": "" if kinds else case.reason[:_LONGEST],
-        "divergence": None if case.divergence is None else _plain(asdict(case.divergence)),
+        "divergence": None if case.divergence is None else _plain(asdict(replace(case.divergence, looks=""))),
         "measurements": [_measured(one) for one in list(kinds.values())[:_MOST_MEASURED]],
     }
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from pytest_adapt.target.registry import TargetSettings
 
-__all__ = ["HfTarget"]
+__all__ = ["HfTarget", "choose_token", "generator_of"]
 
 _OPTIONS = {"device": "cpu", "attn": "eager"}
 _FEATURES = {"batch": (0, 4), "prefill_chunk": (0, 1, 7, 16, 64, 512)}
@@ -299,7 +299,7 @@ class HfTarget:
         sequence = _Sequence(request, given)
         if request.prompt in rows:
             sequence.logits = [rows[request.prompt]]
-            self._extend(sequence, _generator(request.sampling))
+            self._extend(sequence, generator_of(request.sampling))
         else:
             with torch.inference_mode():
                 self._execute([sequence])
@@ -323,7 +323,7 @@ class HfTarget:
             self._forward(running, pads, tokens[:, start:stop], mask[:, :stop], cache, start)
         if not decodes:
             return
-        generators = [_generator(sequence.request.sampling) for sequence in running]
+        generators = [generator_of(sequence.request.sampling) for sequence in running]
         position = longest
         while True:
             for sequence, generator in zip(running, generators, strict=True):
@@ -382,7 +382,7 @@ class HfTarget:
         if len(sequence.tokens) == request.max_new_tokens:
             sequence.finish = "length"
             return
-        token = _choose(sequence.logits[-1][-1], request.sampling, generator)
+        token = choose_token(sequence.logits[-1][-1], request.sampling, generator)
         sequence.tokens.append(token)
         if sequence.first is None:
             sequence.first = time.perf_counter() - sequence.given
@@ -433,7 +433,7 @@ class HfTarget:
         return self._tokenizer
 
 
-def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
+def choose_token(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
     """Greedy (the lowest id of the largest logit), or one draw after temperature, top-k and top-p."""
     import torch
 
@@ -452,7 +452,8 @@ def _choose(row: torch.Tensor, sampling: Sampling, generator: Any) -> int:
     return int(order.indices[drawn])
 
 
-def _generator(sampling: Sampling) -> Any:
+def generator_of(sampling: Sampling) -> Any:
+    """The random numbers of one output, a torch.Generator that its seed alone decides."""
     import torch
 
     return torch.Generator().manual_seed(sampling.seed)

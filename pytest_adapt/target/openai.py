@@ -366,7 +366,7 @@ class OpenAITarget:
         choice = read_choice(who, answer.body)
         response = checked_response(who, self._response(who, request, asked, choice, seconds), request)
         response.first_token_seconds = None if first is None else first - started
-        if choice.finish == "stop" and request.ignore_eos and request.sampling.temperature == 0:
+        if choice.finish == "stop" and request.ignore_eos:
             return self._continued(request, response)
         return response
 
@@ -375,15 +375,19 @@ class OpenAITarget:
         put in its place, and the server goes on from there."""
         end, left = self._served.end, request.max_new_tokens - len(response.tokens) - 1
         stopped = bool(response.tokens) and response.tokens[-1] in (*request.stop, end)
-        if end < 0 or left < 0 or stopped or response.error is not None or end in request.stop:
+        if end < 0 or left < 0 or stopped or response.error is not None:
             return response
-        tokens = (*response.tokens, end)
-        longer = replace(request, prompt=(*request.prompt, *tokens), max_new_tokens=left, first_row=0)
+        tokens, text = (*response.tokens, end), (response.text or "") + self._served.reader().decode([end])
+        if end in request.stop:  # it was to be the last token, and is not shown
+            count = None if response.completion_tokens is None else response.completion_tokens + 1
+            return replace(response, tokens=tokens, text=text, completion_tokens=count)
+        # The same seed would begin again with the random numbers that the first part was drawn with.
+        drawn = replace(request.sampling, seed=request.sampling.seed + len(tokens))
+        longer = replace(request, prompt=(*request.prompt, *tokens), max_new_tokens=left, first_row=0, sampling=drawn)
         rest = self._answer(longer)
         if rest.error is not None or rest.prompt_tokens != len(longer.prompt):
             return response
         finish = rest.finish if left else "length"
-        text = (response.text or "") + self._served.reader().decode([end]) + (rest.text or "")
         # The end token was put there, and is counted: it stands where the server would have gone on.
         counts = [response.completion_tokens, rest.completion_tokens if left else 0]
         count = None if None in counts else 1 + sum(number for number in counts if number)
@@ -393,7 +397,7 @@ class OpenAITarget:
             tokens=tokens + rest.tokens,
             completion_tokens=count,
             finish=finish,
-            text=text,
+            text=text + (rest.text or ""),
         )
 
     def _asked(self, request: Request) -> _Dialect:

@@ -6,6 +6,8 @@ tokens and candidates as were asked for; or less only where `Info` or the reques
 
 from __future__ import annotations
 
+import math
+
 from pytest_adapt.target.protocol import Info, Request, Response
 
 __all__ = ["shortfall"]
@@ -26,7 +28,22 @@ def shortfall(request: Request, response: Response, info: Info, context: int, ma
         return f"generated token {outside[0]} is outside the vocabulary of {info.vocab_size or 'any model'}"
     if may_end and response.finish == "abort":
         return ""
-    return _rows(request, response, info) or _length(request, response, context)
+    return _rows(request, response, info) or _length(request, response, context) or _accounts(request, response)
+
+
+def _accounts(request: Request, response: Response) -> str:
+    """What an answer says of its own end and time must fit the rest of it."""
+    last = response.tokens[-1:]
+    if response.finish == "stop" and request.ignore_eos and last and last[0] not in request.stop:
+        return f"finish 'stop' after token {last[0]}, which is no stop token, and the end token is to be ignored"
+    for name in ("seconds", "first_token_seconds"):
+        value = getattr(response, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            return f"{name} is {value:g}, which is no time that an answer can have taken"
+    first = response.first_token_seconds
+    if first is not None and response.seconds is not None and first > response.seconds:
+        return f"the first token came after {first:g} s, and the whole answer after {response.seconds:g} s"
+    return ""
 
 
 def _rows(request: Request, response: Response, info: Info) -> str:

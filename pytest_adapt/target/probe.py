@@ -20,6 +20,7 @@ from pytest_adapt.target.protocol import (
     Info,
     Request,
     Response,
+    Spoilt,
     Target,
     TargetError,
     UnsupportedOp,
@@ -38,7 +39,8 @@ _SUM_SLACK = 0.05
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """``shown`` holds observables and features; ``missing`` says why a declared one does not count."""
+    """``shown`` holds observables and features; ``missing`` says why a declared one does not count (`Spoilt`
+    where it is there, and wrong)."""
 
     shown: frozenset[str]
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -148,25 +150,21 @@ def fault(name: str, answer: Response, length: int, deployment: Deployment, info
     if value is None:
         return "declared, but absent from the answer"
     if len(value) != rows:
-        return f"{len(value)} rows where {rows} were computed"
+        return Spoilt(f"{len(value)} rows where {rows} were computed")
     if name == "logits":
         if info.vocab_size and value.shape[1] != info.vocab_size:
-            return f"{value.shape[1]} columns, vocabulary of {info.vocab_size}"
-        return "" if np.isfinite(value).all() else "values that are not finite"
+            return Spoilt(f"{value.shape[1]} columns, vocabulary of {info.vocab_size}")
+        return "" if np.isfinite(value).all() else Spoilt("values that are not finite")
     if name == "score":
         known = value[:-1]
-        return (
-            ""
-            if known.size and np.isfinite(known).all() and (known <= _SUM_SLACK).all()
-            else "scores that are no log-probabilities"
-        )
+        right = known.size and np.isfinite(known).all() and (known <= _SUM_SLACK).all()
+        return "" if right else Spoilt("scores that are no log-probabilities")
     known_rows = value[~np.isnan(value).all(axis=1)]
     if not known_rows.size:
         return "no row has a value"
     totals = np.nansum(np.exp(known_rows), axis=1)
-    return (
-        "" if (totals <= 1 + _SUM_SLACK).all() and (totals > 0).all() else "top-k probabilities that sum to more than 1"
-    )
+    right = (totals <= 1 + _SUM_SLACK).all() and (totals > 0).all()
+    return "" if right else Spoilt("top-k probabilities that sum to more than 1")
 
 
 def _taps_fault(answer: Response, deployment: Deployment, rows: int) -> str:
@@ -174,11 +172,11 @@ def _taps_fault(answer: Response, deployment: Deployment, rows: int) -> str:
         return "declared, but absent from the answer"
     for name, value in answer.taps.items():
         if not sites.matches(name, deployment.taps):
-            return f"site {name} was not asked for"
+            return Spoilt(f"site {name} was not asked for")
         if len(value) != rows:
-            return f"site {name} has {len(value)} rows where {rows} were computed"
+            return Spoilt(f"site {name} has {len(value)} rows where {rows} were computed")
         if not np.isfinite(value).all():
-            return f"site {name} has values that are not finite"
+            return Spoilt(f"site {name} has values that are not finite")
     return ""
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Request",
     "Response",
     "Sampling",
+    "Spoilt",
     "Target",
     "TargetError",
     "TopK",
@@ -153,6 +154,10 @@ class Response:
     there is one rank, or the target cannot tell."""
     drift: tuple[str, ...] = ()
     """Copies of the same numbers on several ranks that differed, each in one line (site, ranks, how far)."""
+
+
+class Spoilt(str):
+    """Why an observable cannot be right as it is shown. Not to show it at all is another thing: that may be allowed."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ back), at the lowest rung on which that family of models is red.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_adapt.sites import LAYER_SITES, layer_of, order_key
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Measurement
 
-__all__ = ["Cause", "causes_of", "dataflow", "failed", "worst"]
+__all__ = ["OPERATORS", "Cause", "causes_of", "dataflow", "failed", "operator_of", "worst"]
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norm": tuple(name for name in (*LAYER_SITES, "final.norm") if name.rpartition(".")[2].endswith("norm")),
@@ -29,11 +29,30 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "residual": ("attn.residual", "residual"),
 }
 """Sites that one kind of operation computes; a site that is in none is a kind of its own."""
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "embed": ("embedding",),
+    "norm": ("rms_norm", "add_rms_norm"),
+    "qkv": ("linear",),
+    "rotation": ("rotary",),
+    "attention": ("attention", "latent_attention", "softmax"),
+    "attn.out": ("linear",),
+    "residual": ("add_rms_norm",),
+    "feed-forward": ("linear",),
+    "activation": ("swiglu", "experts"),
+    "ffn.out": ("linear",),
+    "moe.router.logits": ("router_logits",),
+    "routing": ("route",),
+    "experts": ("experts", "grouped_linear"),
+    "moe.routed": ("combine",),
+    "logits": ("head",),
+}
+"""Kind of operation -> the operators of the suite that compute it, the plain one first."""
 _KIND_OF: Mapping[str, str] = {name: kind for kind, names in _KINDS.items() for name in names}
 _PRODUCTS = frozenset({"qkv", "attn.out", "feed-forward", "ffn.out", "experts", "moe.router.logits", "logits"})
 _MANY = 3
 """So many kinds of matrix products that are red together have the product itself in common."""
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
+_COUNTED = re.compile(r"\b\d+(?= of \d|,? \w+ run\b|,? \w* ?(?:wait|blocks|sequences|requests|tokens)\b)|(?<= of )\d+")
 _WRONG = ("logprob", "kl", "cosine", "token_match", "needles", "ruler.")
 _DISAGREE = ("agree.", "secret")
 
@@ -56,9 +75,10 @@ def causes_of(red: Sequence[CaseResult]) -> list[list[Cause]]:
         if not _drifts(case):
             joined.take(found)
     lowest = _lowest_rungs(case for case, found in zip(red, sites, strict=True) if not found)
+    kinds = {joined(_kind(name)) for found in sites for name in found}
     made = []
     for case, found in zip(red, sites, strict=True):
-        causes = _by_sites(found, joined) if found else [_by_words(case, lowest)]
+        causes = _by_sites(found, joined) if found else [_by_operator(case, kinds, joined) or _by_words(case, lowest)]
         # Ranks whose copies differ run different models: what is shown of them together fits none from there on.
         made.append([replace(causes[0], sites=tuple(found))] if _drifts(case) else causes)
     return made
@@ -82,8 +102,13 @@ def failed(case: CaseResult, cause: Cause | None = None) -> list[Measurement]:
 
 
 def worst(measurements: Iterable[Measurement]) -> Measurement | None:
-    """The measurement that used most of its budget, a failed one first, then one that is undecided."""
-    return max(measurements, key=lambda one: (not one.ok and one.settled, not one.ok, one.use), default=None)
+    """The measurement that used most of its budget, a failed one first, then one that is undecided. Of several that
+    have no budget the one that says where: a lost needle rather than the token that came in its place."""
+    return max(
+        measurements,
+        key=lambda one: (not one.ok and one.settled, not one.ok, one.use, one.metric.startswith("needles")),
+        default=None,
+    )
 
 
 class _Joined:
@@ -145,6 +170,18 @@ def _by_sites(sites: Sequence[str], joined: _Joined) -> list[Cause]:
     ]
 
 
+def operator_of(case: CaseResult) -> str:
+    """The operator that a case of suite ``operators`` is about; "" for any other."""
+    return case.case.rpartition("-")[2].rstrip("]") if case.suite == "operators" else ""
+
+
+def _by_operator(case: CaseResult, kinds: Collection[str], joined: _Joined) -> Cause | None:
+    """An operator that is wrong by itself is the cause of the sites that it computes, where those are red too."""
+    name = operator_of(case)
+    mine = [joined(kind) for kind, operators in OPERATORS.items() if name in operators]
+    return next((Cause(("site", kind), f"operator {name}") for kind in mine if kind in kinds), None)
+
+
 def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
     measured = worst(failed(case))
     if measured is None:
@@ -166,9 +203,10 @@ def _by_words(case: CaseResult, lowest: Mapping[tuple[str, str], int]) -> Cause:
 
 
 def _broken(reason: str) -> str:
-    """What went wrong, without where: an exception's name and text, if the reason ends with one."""
+    """What went wrong, without where and how many: an exception's name and text, if the reason ends with one."""
     found = _EXCEPTION.search(reason)
-    return found[0] if found else reason
+    # Blocks, requests and tokens are counted anew in each case; a status, a signal or an error's number is not.
+    return _COUNTED.sub("0", found[0] if found else reason)
 
 
 def _lowest_rungs(cases: Iterable[CaseResult]) -> dict[tuple[str, str], int]:

@@ -1,12 +1,11 @@
 """Which known fault a failed run looks like: its pattern against the rows of the kill matrix, as likelihoods.
 
 Every fault is a model of the patterns that it leaves, estimated from its rows, of which counts what the tests that were
-judged in the run could have left. A flag or a choice has the probability
-that the rows give it, smoothed by a few rows of the background (all faults taken together); the logarithm of a number
-has a normal kernel around each row's. Features count as independent (naive Bayes); where many tell one story (tests,
-sites, metrics, words), their sum is divided by the root of their number, and the whole is tempered. The prior is
-uniform over the faults and "none of the known", whose model is the background itself: an unfamiliar failure resembles
-no fault more than it resembles them all.
+judged in the run could have left. A flag or a choice has the probability that the rows give it, smoothed by a few rows
+of the background (all faults taken together); the logarithm of a number has a normal kernel around each row's. Features
+count as independent (naive Bayes); where many tell one story (tests, sites, metrics, words), their sum is divided by
+the root of their number, and the whole is tempered. The prior is uniform over the faults and "none of the known", whose
+model is the background itself: an unfamiliar failure resembles no fault more than it resembles them all.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pytest_adapt.faults.matrix import MatrixError, Row, load, shipped_matrix
 from pytest_adapt.faults.registry import Fault, catalogue
 from pytest_adapt.target.protocol import OBSERVABLES
 from pytest_adapt.verdict.pattern import SETS, Pattern, family_of, function_of, group_of, narrowed, pattern_of
+from pytest_adapt.verdict.status import WRONG
 
 __all__ = [
     "STRONG",
@@ -41,11 +41,9 @@ _DECADES = 2.0
 """Of the background's kernel."""
 _UNFIT = 0.05
 """Probability that a fault shows on a family for which the registry does not list it."""
-_COMPARED = frozenset({"fail", "error", "mismatch", "stale"})
-"""Statuses of cases in which something is wrong; in others nothing was compared, and nothing is to be explained."""
 _UNJUDGED = frozenset({"error", "blocked", "deferred", "unsupported", "unknown", "unchecked"})
 """Statuses that a case without a measurement may have when nobody looked at anything."""
-_TOLD = ("test", "tests", "value", *sorted(SETS))
+_TOLD = ("test", "value", *sorted(SETS))
 """Kinds of flags that tell one story together."""
 _SHOWN = 4
 
@@ -86,7 +84,7 @@ class Diagnosis:
     """The case to look at."""
     matches: tuple[Match, ...]
     observable: str
-    """Of the rows that were asked."""
+    """Of the rows that were asked; "" where nothing was compared, so that there is nothing to explain."""
 
 
 def read_matrix(path: Path | None = None) -> Sequence[Row]:
@@ -253,12 +251,12 @@ def of_report(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Diagnosis]
     models: dict[frozenset[str], Known] = {}
     cases = {case["case"]: case for case in report["cases"]}
     # A target that died at its opening looks like every fault that stops one, and like none.
-    compared = _COMPARED if judged(report["cases"]) else ()
+    wrong: frozenset[str] = WRONG if judged(report["cases"]) else frozenset()
     found = []
     for cluster in report["clusters"]:
         red = [narrowed(cases[name], cluster.get("sites", ())) for name in cluster["cases"]]
         evidence = []
-        for family, pattern in _patterns([case for case in red if case["status"] in compared], report["cases"]):
+        for family, pattern in _patterns([case for case in red if case["status"] in wrong], report["cases"]):
             groups = pattern.groups
             if groups not in models:
                 models[groups] = Known.of(rows, observable, groups=groups)

@@ -76,6 +76,8 @@ def shape_problem(ids: np.ndarray, tokens: int, chosen: int, experts: int) -> tu
     An expert out of range or chosen twice is never legal. Slots of other sites are in ascending order of ids.
     """
     ids = np.asarray(ids)
+    if not np.issubdtype(ids.dtype, np.integer):
+        return 0, None, f"numbers of type {ids.dtype}"
     if ids.shape != (tokens, chosen):
         return 0, None, f"shape {ids.shape}, expected {(tokens, chosen)}"
     outside = (ids < 0) | (ids >= experts)

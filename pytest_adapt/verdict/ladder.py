@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_adapt.sites import layer_of
-from pytest_adapt.verdict.causes import Cause, causes_of, dataflow
+from pytest_adapt.verdict.causes import Cause, causes_of, dataflow, failed
 from pytest_adapt.verdict.result import RUNGS, CaseResult
 from pytest_adapt.verdict.status import PASSED, outcome
 
@@ -120,8 +120,14 @@ class Cluster:
 
     @property
     def first(self) -> CaseResult:
-        """The case to look at: of the lowest rung, and there the one that showed sites itself, if one did."""
-        return min(self.cases, key=lambda case: (_rung_index(case), "taps" not in case.observable.split("+")))
+        """The case to look at: of the lowest rung, and there the one that showed sites itself, or names what is lost,
+        if one did."""
+
+        def place(case: CaseResult) -> tuple[object, ...]:
+            named = any(one.metric.startswith("needles") for one in failed(case))
+            return _rung_index(case), "taps" not in case.observable.split("+"), not named
+
+        return min(self.cases, key=place)
 
     @property
     def sites(self) -> tuple[str, ...]:

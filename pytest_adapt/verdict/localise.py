@@ -9,13 +9,14 @@ each differing choice needs a certificate. The first failing site in dataflow or
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pytest_adapt.sites import CHOICES, UNRECORDED, layer_of, matches, order_key, site
+from pytest_adapt.verdict import looks
 from pytest_adapt.verdict.budget import SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import Flip, judge_choices, near_tie, row_error, shape_problem
 from pytest_adapt.verdict.result import Divergence, Measurement
@@ -29,6 +30,7 @@ OUTLIER = 2.0
 """A value of more than so many rms of its row stands out."""
 _IDS = "moe.router.ids"
 _LOGITS = "moe.router.logits"
+_SCORES = "moe.router.scores"
 _EXPERT_SITES = "moe.experts."
 _SAME = 1e-9
 """Part of a row's largest value by which two float64 runs of the same numbers differ at most: the order of sums."""
@@ -75,6 +77,7 @@ def compare_sites(
     (choices are judged given the logits, where they are shown).
     """
     from pytest_adapt.oracle import Rounding
+    from pytest_adapt.oracle.routing import score_forms
 
     report = SiteReport()
     length = len(tokens) if prompt_tokens is None else prompt_tokens
@@ -102,21 +105,27 @@ def compare_sites(
     _judge_choices(report, prompt, shown, exact, emulated, length)
     unsure = _unsure(oracle, tokens, forced, hidden, exact, emulated)
     worst: dict[str, Measurement] = {}
+    views: dict[str, SiteView] = {}
     for name, value in floats.items():
         own = np.asarray(exact.own[name], np.float64)
-        other = farthest(own, [trace.own[name] for trace in emulations])
-        ids = shown.get(site(layer_of(name)[0] or 0, _IDS)) if _EXPERT_SITES in name else None
+        form = rounding.format_of(name, architecture)
+        ways = [trace.own[name] for trace in emulations]
+        layer, local = layer_of(name)
+        if local == _SCORES and form == "fp32" and (logits := shown.get(site(layer or 0, _LOGITS))) is not None:
+            ways += score_forms(oracle.spec.mixture.router, logits)
+        other = farthest(own, ways)
+        ids = shown.get(site(layer or 0, _IDS)) if _EXPERT_SITES in name else None
         kept = np.flatnonzero(~unsure[name]) if name in unsure else np.arange(len(tokens))
         if not len(kept):
             continue  # said below
         terms = exact.terms.get(name)
-        view = SiteView(
+        views[name] = view = SiteView(
             prompt,
             name,
             np.asarray(value, np.float64)[kept],
             own[kept],
             other[kept],
-            rounding.format_of(name, architecture),
+            form,
             ids,
             length,
             None if terms is None else terms[kept],
@@ -131,6 +140,9 @@ def compare_sites(
             if measurement.metric not in worst or measurement.use > worst[measurement.metric].use:
                 worst[measurement.metric] = measurement
     report.compared = len(shown)
+    if report.divergence is not None and report.divergence.site in views:
+        words = _described(report, views, shown, exact.own, oracle.spec)
+        report.divergence = replace(report.divergence, looks=words)
     if unsure:
         report.measurements.append(_left_out(prompt, unsure))
     # One line a statistic for what passed: the site that used most of its budget.
@@ -154,6 +166,10 @@ class SiteView:
     """Sums of the magnitudes of the terms that each value is made of, where it is one matrix product."""
     tokens: np.ndarray | None = None
     """Positions of the first axis; None for all from 0 on."""
+    over: np.ndarray | None = field(default=None, init=False)
+    """bool [rows]: beyond the budget; where none is, those whose rms is more than all rows may have. After `judge`."""
+    allowed: np.ndarray | None = field(default=None, init=False)
+    """float64 [rows, n]: what a healthy target errs at most in each value; after `judge`."""
 
     def judge(self, widen: float) -> list[tuple[Measurement, Divergence | None]]:
         """Both statistics, with a divergence where one is over its budget.
@@ -171,9 +187,12 @@ class SiteView:
         comparison = Comparison(widen, SITE_QUANTILE, [rows])
         rms, rms_budget = comparison.rms()
         largest, largest_budget, _, _ = comparison.largest()
-        over = np.flatnonzero(rows.largest > comparison.row_budgets()[0])
-        row = int(over[0]) if len(over) else int(np.argmax(rows.square))
+        budgets = comparison.row_budgets()[0]
+        over = rows.largest > budgets
+        row = int(np.argmax(over)) if over.any() else int(np.argmax(rows.square))
         element = int(np.argmax(np.abs(value[row] - own[row]) / scale[row]))
+        self.over = over if over.any() else rows.square > rms_budget**2
+        self.allowed = budgets[:, None] * scale
         results: list[tuple[Measurement, Divergence | None]] = []
         for metric, found, limit in (("site.rms", rms, rms_budget), ("site.max", largest, largest_budget)):
             ok = found <= limit
@@ -201,7 +220,7 @@ class SiteView:
         width = self.own.shape[-1]
         got, expected = (array.reshape(-1, width)[row, element] for array in (self.value, self.own))
         index = [element] if self.own.ndim == 2 else [slot, element]
-        kind = "rms" if metric == "site.rms" else "largest error"
+        kind = "rms of all rows, each" if metric == "site.rms" else "largest error,"
         return Divergence(
             site=self.name,
             layer=layer_of(self.name)[0],
@@ -216,6 +235,81 @@ class SiteView:
             element=tuple(index),
             note=f"element {index}; {kind} relative to the row",
         )
+
+    def row_of(self, position: int, slot: int) -> int:
+        """Index of the row of one slot (head, expert) of a position."""
+        place = position if self.tokens is None else int(np.searchsorted(self.tokens, position))
+        return place * math.prod(self.own.shape[1:-1]) + slot
+
+    def describe(self, position: int, slot: int, others: Iterable[tuple[str, np.ndarray]]) -> str:
+        """What one row looks like beside what it should be, and which rows are off; after `judge`."""
+        assert self.over is not None and self.allowed is not None
+        width, row = self.own.shape[-1], self.row_of(position, slot)
+        own, value = (array.reshape(-1, width) for array in (self.own, self.value))
+        per_token = len(own) // len(self.own)
+        positions = np.arange(len(self.own)) if self.tokens is None else self.tokens
+        experts = None if self.ids is None else self.ids[positions]
+        noun = "expert slot" if _EXPERT_SITES in self.name else "head"
+        extent = looks.reach(self.over, positions, per_token, self.prompt_tokens, experts, noun)
+        if (np.abs(value[row] - own[row]) > self.allowed[row]).any():
+            like = looks.likeness(value[row], own[row], self.allowed[row], others, self.form)
+        else:  # what no row shows alone, all rows may
+            like = looks.together(value, own, self.allowed, self.form)
+        return f"{like}; {extent}" if extent else like
+
+
+def _described(
+    report: SiteReport,
+    views: Mapping[str, SiteView],
+    shown: Mapping[str, np.ndarray],
+    own: Mapping[str, np.ndarray],
+    spec: Any,
+) -> str:
+    """What the first divergence looks like, in which layers the same operation is off, and the window it has."""
+    found = report.divergence
+    assert found is not None
+    layer, local = layer_of(found.site)
+    slot = found.element[0] if len(found.element) > 1 else 0
+    words = views[found.site].describe(found.position, slot, _others(found, slot, shown, own))
+    if layer is None:
+        return words
+    red = {one.site for one in report.measurements if not one.ok}
+    judged = {name: at for name in views for at, kind in [layer_of(name)] if kind == local and at is not None}
+    layers = looks.among([at for name, at in judged.items() if name in red], list(judged.values()))
+    words += f", {layers}" if layers else ""
+    window = spec.layers[layer].window
+    return f"{words} (its window is {window} keys)" if window and local == "attn.context" else words
+
+
+def _others(
+    found: Divergence, slot: int, shown: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Rows that a target may have in place of the right one: what the operation was given, other positions, heads and
+    layers. What comes after it was made of the wrong one, and is no explanation."""
+    name, position = found.site, found.position
+    layer, local = layer_of(name)
+    right = np.asarray(own[name], np.float64)
+    for other, value in shown.items():
+        near, kind = layer_of(other)
+        before = near == layer and order_key(other) < order_key(name)
+        if before and value.shape == right.shape and kind not in CHOICES:
+            yield f"{other} at this position", _row(value, position, slot)
+    for at in range(len(right)):
+        if at != position:
+            yield f"position {at}", _row(right, at, slot)
+    if right.ndim > 2 and not local.startswith(_EXPERT_SITES):
+        for head in range(right.shape[1]):
+            if head != slot:
+                yield f"head {head}", _row(right, position, head)
+    for other, value in own.items():
+        if other != name and layer_of(other)[1] == local:
+            yield other, _row(value, position, slot)
+
+
+def _row(value: np.ndarray, position: int, slot: int) -> np.ndarray:
+    """One row of a site [T, ..., n], float64 [n]."""
+    at = np.asarray(value[position], np.float64)
+    return at if at.ndim == 1 else at.reshape(-1, at.shape[-1])[slot]
 
 
 def _on_grid(value: np.ndarray, precision: str) -> bool:

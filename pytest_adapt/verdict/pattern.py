@@ -39,8 +39,7 @@ class Pattern:
     """Features of a failure by name; a name that is absent is not known."""
 
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """Something was seen, or was looked at and not seen (``test ...``, ``tests ...`` of a group, ``site ...``,
-    ``metric ...``, ``word ...``)."""
+    """Something was seen, or was looked at and not seen (``test ...``, ``site ...``, ``metric ...``, ``word ...``)."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """One of several values (``divergence``: the site without its layer)."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Pattern:
     @property
     def groups(self) -> frozenset[str]:
         """Groups of tests (`group_of`) that were judged."""
-        return frozenset(name.removeprefix("tests ") for name in self.flags if name.startswith("tests "))
+        return frozenset(group_of(name.removeprefix("test ")) for name in self.flags if name.startswith("test "))
 
     def choice(self, name: str) -> str | None:
         return self.choices.get(name)
@@ -83,8 +82,6 @@ def pattern_of(
     """
     flags: dict[str, bool] = {f"test {name}": False for name in green}
     flags |= {f"test {function_of(str(case['case']))}": True for case in red}
-    wrong = {group_of(str(case["case"])) for case in red}
-    flags |= {f"tests {group}": group in wrong for group in {group_of(name[5:]) for name in flags}}
     choices: dict[str, str] = {}
     numbers: dict[str, list[float]] = {}
     failed = [one for case in red for one in _failed(case)]

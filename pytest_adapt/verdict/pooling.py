@@ -120,7 +120,7 @@ def judge_pooled(key: tuple[str, str], comparison: Comparison) -> list[Measureme
     alike = f", {comparison.independent} of them different" if comparison.independent < comparison.positions else ""
     detail = f"rms over {comparison.positions} rows{alike}, nats"
     if interval is not None:
-        detail += f"; {interval[0]:.2f} to {interval[1]:.2f} times the emulation's"
+        detail += f"; {interval[0]:.3g} to {interval[1]:.3g} times the emulation's"
     worst_prompt, worst_position = comparison.worst_row()
     base = Measurement(f"{metric}.rms", rms, rms_budget, rms <= rms_budget, observable, compared=comparison.compared)
     return [

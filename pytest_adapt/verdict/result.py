@@ -133,6 +133,8 @@ class Divergence:
     ranks: tuple[str, ...] = ()
     """Names of the ranks where it came about; empty on one rank, or where the target cannot tell."""
     note: str = ""
+    looks: str = ""
+    """What the values of the row are instead, and how far it reaches; for the reader, no evidence."""
 
     def __str__(self) -> str:
         where = [self.site, f"position {self.position}"]

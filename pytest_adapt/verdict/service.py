@@ -13,7 +13,7 @@ import numpy as np
 
 from pytest_adapt.golden.record import Record
 from pytest_adapt.inspect import InspectError
-from pytest_adapt.models.recall import Recall, story
+from pytest_adapt.models.recall import Question, Recall, story
 from pytest_adapt.models.walks import Walk, whose
 from pytest_adapt.perf.roofline import declared_peaks, measured_peaks, work
 from pytest_adapt.perf.timing import Round, figures
@@ -45,15 +45,29 @@ def recalled(judge: Judge, prompt: str, response: Response, recall: Recall, reco
     lost = [one for one in known if said[one.position] != one.answer]
     if known:
         detail = story(known, lost) if lost else f"all {len(known)} recalled"
-        judge.promise(
-            "needles",
-            not lost,
-            detail,
-            value=float(len(lost)),
-            prompt=prompt,
-            position=lost[0].position if lost else None,
-            compared=len(known),
-        )
+        _needles(judge, "needles", prompt, lost, len(known), detail)
+    _out_of_sight(judge, prompt, recall, part, said)
+
+
+def _out_of_sight(judge: Judge, prompt: str, recall: Recall, record: Record, said: Mapping[int, int]) -> None:
+    """No needle may be found that a window hides. Where the right answer happens to be the same, nothing is told."""
+    best = dict(zip(record.positions.tolist(), record.topk_ids[:, 0].tolist(), strict=True))
+    asked = [
+        (one, secret)
+        for one, secret in recall.unseen
+        if one.position in said and best.get(one.position, secret) != secret
+    ]
+    found = [one for one, secret in asked if said[one.position] == secret]
+    if asked:
+        names = ", ".join(f"{one.needle} asked at {one.position}, {one.distance} keys back" for one in found[:3])
+        detail = f"{len(found)} of {len(asked)} needles out of sight are found" + (f": {names}" if found else "")
+        _needles(judge, "needles.hidden", prompt, found, len(asked), detail)
+
+
+def _needles(judge: Judge, metric: str, prompt: str, wrong: Sequence[Question], asked: int, detail: str) -> None:
+    position = wrong[0].position if wrong else None
+    value = float(len(wrong))
+    judge.promise(metric, not wrong, detail, value=value, prompt=prompt, position=position, compared=asked)
 
 
 def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk], count: int, may_end: bool) -> None:
@@ -65,6 +79,12 @@ def walked(judge: Judge, response: Response, walk: Walk, others: Sequence[Walk],
     detail = f"{wrong} of {made} tokens are not its own"
     if owner:
         detail = f"{detail}: they are the secret of {owner}, which ran beside it"
+    steps = enumerate(zip((walk.tokens[-1], *response.tokens), response.tokens, strict=False))
+    for number, (at, to) in steps:
+        if walk.leads.get(at) != to:
+            own = f", where {walk.leads[at]} is its own" if at in walk.leads else ""
+            detail = f"{detail}; output token {number}, the first, is {to}{own}"
+            break
     if not whole:
         detail = f"{made} tokens came, {count} were asked for ({response.finish}); {detail}"
     ok = whole and not wrong

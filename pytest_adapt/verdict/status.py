@@ -14,6 +14,7 @@ __all__ = [
     "PASSED",
     "REQUIREMENTS",
     "TIMED",
+    "WRONG",
     "Requirement",
     "Verdict",
     "need_not_show",
@@ -28,6 +29,8 @@ PASSED: frozenset[Status] = frozenset({Status.PASS, Status.SAME, Status.IMPROVEM
 """Something was judged, and is right."""
 GREEN: frozenset[Status] = PASSED | {Status.XFAIL, Status.WAIVED, Status.UNSUPPORTED}
 """Never a reason to fail a run."""
+WRONG: frozenset[Status] = frozenset({Status.FAIL, Status.ERROR, Status.MISMATCH, Status.STALE})
+"""Something is wrong, and not just undecided or new."""
 
 TIMED = "measures time; run it without xdist"
 """How the reason of an item begins that is deferred under xdist."""

@@ -1,8 +1,10 @@
 """Promise: one sequence has one answer, whatever path it takes through the engine. Needs no golden."""
 
+import math
+
 import pytest
 
-from pytest_adapt.target.protocol import Sampling
+from pytest_adapt.target.protocol import Request, Sampling
 from pytest_adapt.verdict.result import Status
 from pytest_adapt.verdict.status import Verdict
 
@@ -82,8 +84,10 @@ def test_output_ends_with_a_stop_token(target, model, precision, judge):
             if found and len(tokens) > 64:
                 break
             whole = target.generate(tokens, count, want=("text",), sampling=sampling).tokens
-            # Not one of the first tokens, which may be out before the engine looks; and none that came before.
-            places = [place for place in range(2, len(whole) - 1) if whole[place] not in whole[:place]]
+            # Not one of the first tokens, which may be out before the engine looks; none that came before; and not the
+            # end token, at which a server may stop that knows no others.
+            known = model.end_tokens
+            places = [at for at in range(2, len(whole) - 1) if whole[at] not in whole[:at] and whole[at] not in known]
             if places:
                 stop, before = whole[places[0]], [token for token in tokens if token not in whole]
                 again = target.generate(tokens, count, want=("text",), sampling=sampling, stop=(*before[-1:], stop))
@@ -101,3 +105,33 @@ def test_output_ends_with_a_stop_token(target, model, precision, judge):
         detail = f"stop token {stop}: {len(response.tokens)} of {count} tokens came, {list(response.tokens)}, "
         detail += f"finish {response.finish!r}; the first one that comes must be the last token, and finish 'stop'"
         judge.promise("stop", ok, detail, prompt=name, observable="text", compared=len(response.tokens))
+
+
+@pytest.mark.requirement(90)
+@pytest.mark.adapt(rung="consistent", needs=("text",), profile="day0", models=("qwen3-moe-aligned",))
+def test_the_end_token_ends_an_output_that_does_not_ignore_it(target, model, precision, judge):
+    """Drawn so hot that each token is as likely as any other, the end token comes in nearly every batch of outputs."""
+    count, ends = 32, model.end_tokens
+    # None of n outputs would end with a chance of 10^-6.
+    outputs = math.ceil(6 * math.log(10) * model.vocab_size / len(ends) / count)
+    prompt = next(iter(model.prompts().values()))
+    hot = [Sampling(100.0, seed=number) for number in range(outputs)]
+    drawn = target.run(
+        Request(f"end#{one.seed}", prompt, count, frozenset({"text"}), sampling=one, ignore_eos=False) for one in hot
+    )
+    refused = [one.error for one in drawn.values() if one.error]
+    if len(refused) == outputs:
+        raise Verdict(Status.UNSUPPORTED, f"a temperature of {hot[0].temperature:g} is refused: {refused[0]}")
+    detail = f"{len(refused)} of {outputs} requests are refused: {refused[:1]}"
+    judge.promise("end.answered", not refused, detail, compared=outputs)
+    if shown := [one for one in drawn.values() if one.tokens]:
+        late = [one for one in shown if ends & set(one.tokens[:-1])]
+        detail = f"{len(late)} of {len(shown)} outputs go on after the end token"
+        judge.promise("end.last", not late, detail, compared=len(shown))
+    ended = sum(one.finish == "stop" for one in drawn.values())
+    detail = f"{ended} of {outputs} outputs of at most {count} tokens end by themselves; with draws this hot some must"
+    judge.promise("end.met", ended > 0, detail, compared=outputs)
+    whole = [one for one in drawn.values() if one.finish == "stop" and len(one.tokens) == count]
+    odd = [one for one in whole if one.tokens[-1] not in ends]
+    detail = f"{len(odd)} outputs of all {count} tokens say 'stop' without an end token"
+    judge.promise("end.finish", not odd, detail, compared=outputs)

@@ -20,6 +20,7 @@ def test_a_limit_is_the_smallest_step_that_holds() -> None:
     assert smallest(steps, lambda step: step >= 3) == 3.0
     assert smallest(steps, lambda step: True) == 1.0
     assert smallest(steps, lambda step: False) is None
+    assert smallest(steps, lambda step: step in (1.0, 3.0, 4.0)) == 3.0  # not seen at 2: chance saw it at 1
 
 
 @pytest.mark.parametrize(

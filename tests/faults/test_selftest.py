@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,18 @@ def test_a_matrix_that_is_absent_is_said_so(tmp_path: Path, capsys: pytest.Captu
 
 def _without_fault(setting: Setting) -> Setting:
     return Setting(setting.model, setting.layout, setting.precision, setting.contexts, setting.suites)
+
+
+@pytest.mark.requirement(90)
+def test_an_end_token_that_ends_nothing_is_red(bench: Bench) -> None:
+    setting = Setting(
+        "qwen3-moe-aligned", "single", "fp32", suites=("consistency/test_paths.py",), observables=("text",)
+    )
+    test = "test_the_end_token_ends_an_output_that_does_not_ignore_it"
+    healthy, wrong = (
+        [case for case in bench.run(replace(setting, fault=fault)).cases if function_of(case.case).endswith(test)]
+        for fault in ("", "SV91")
+    )
+    assert [case.status for case in healthy] == ["pass"]
+    failed = {one.metric for case in wrong for one in case.measurements if not one.ok}
+    assert failed == {"end.last", "end.met"}

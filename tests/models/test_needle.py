@@ -149,9 +149,42 @@ def test_lost_needles_are_told_as_one_story() -> None:
     assert "finds nothing by its key" in story(asked, asked)
     assert "all before position 1000, which is found 2000 keys back" in story(asked, asked[:2])
     assert "all from position 1000 on: 1000 asked at 3000" in story(asked, asked[2:])
+    inner = [Question(2000 + place, place, 3, str(place)) for place in (5, 100, 1000, 1200, 1500)]
+    assert "all from position 100 to 1200, those before and after are found: 100 asked" in story(inner, inner[1:4])
+    twice = [Question(3000, 4, 3, "4"), Question(3100, 4, 3, "4"), Question(3200, 9, 3, "9")]
+    assert "all from position 4 to 4" not in story(twice, twice[:1]) + story(twice * 2, [twice[0]] * 3)
+    near = [Question(10, 4, 3, "4"), Question(995, 4, 3, "4"), Question(20, 2, 3, "2")]
+    assert "which is found 991 keys back" in story(near, near[2:])
     same = [Question(place, 3, 1, str(place)) for place in (16, 512, 1024)]
     assert "all questions from position 512 on" in story(same, same[1:])
     assert story(asked, asked[1:2]).startswith("1 of 4 needles are not recalled: 100 asked at 2100 (100)")
+
+
+@pytest.mark.requirement(75, 104)
+def test_a_needle_behind_the_window_must_not_be_found() -> None:
+    """A window one key too wide finds what stands right behind it; the right answer does not."""
+    entry = next(entry for entry in NEEDLES if entry.config.get("sliding_window"))
+    window = entry.config["sliding_window"]
+    recall = recalls(entry, 2 * window)[0]
+    question, secret = recall.unseen[0]
+    assert question.distance == window
+    form = ClosedForm(entry)
+    rows = [one.position for one in recall.questions]
+    record = form.record(recall.name, recall.tokens, rows, ("fp32",))
+    logits = np.zeros((len(recall.tokens) - rows[0], record.vocab), np.float32)
+    for place, row in zip(rows, form.logits(recall.tokens, rows), strict=True):
+        logits[place - rows[0]] = row
+    for wrong in (False, True):
+        if wrong:
+            row = logits[question.position - rows[0]]
+            row[secret] = row.max() + 1
+        judge = Judge("fp32")
+        response = Response("0", len(recall.tokens), logits=logits, first_row=rows[0])
+        judge.recalled(recall.name, response, recall, record)
+        (hidden,) = [one for one in judge.measurements if one.metric == "needles.hidden"]
+        assert hidden.ok is not wrong and hidden.compared == len(recall.unseen)
+    assert f"1 of {len(recall.unseen)} needles out of sight are found: {question.needle} asked" in hidden.detail
+    assert f"{window} keys back" in hidden.detail
 
 
 def test_a_lost_needle_is_named(needle: ModelEntry) -> None:

@@ -138,6 +138,9 @@ def test_a_users_directory_gets_a_prompt_whose_end_is_certain(name: str, tmp_pat
     config = json.loads((directory / "config.json").read_text())
     handle = ModelHandle(Model("mine", None, directory, (16,), ("bf16",), config), tmp_path)
     found = handle.all_prompts
+    for ends, wanted in ((5, {5}), ([5, 7], {5, 7}), (None, set())):
+        (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+        assert ModelHandle(Model("mine", None, directory, (16,), ("bf16",), config), tmp_path).end_tokens == wanted
     assert found == ModelHandle(Model("copy", None, directory, (16,), ("bf16",), config), tmp_path).all_prompts
     tokens = found["searched-4"]
     assert len(set(tokens)) == 4

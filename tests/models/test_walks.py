@@ -61,6 +61,9 @@ def test_a_leaked_secret_is_traced_to_its_owner() -> None:
     judge = Judge("fp32")
     judge.walked(Response("0", len(walk.tokens), tokens=tuple(output)), walk, WALKS, 10)
     assert f": {wrong} of 10 tokens are not its own: they are the secret of {owner.name}, which" in judge.message()
+    first = next(place for place, token in enumerate(walk.expected(10)) if token != output[place])
+    words = f"; output token {first}, the first, is {output[first]}, where {walk.expected(10)[first]} is its own"
+    assert words in judge.message()
     assert whose(walk, walk.expected(10), WALKS) == (0, "")
 
 

@@ -237,3 +237,22 @@ def test_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(routing, name, plant(getattr(routing, name)))
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.requirement(113)
+@pytest.mark.parametrize("router", [SOFTMAX, replace(SOFTMAX, scoring="sigmoid")], ids=["softmax", "sigmoid"])
+def test_every_form_of_the_scores_is_the_same_but_for_rounding(router: RouterSpec) -> None:
+    logits = (np.random.default_rng(0).normal(size=(400, SOFTMAX.experts)) * 3).astype(np.float32)
+    right = routing.scores_of(exact(), router, logits.astype(np.float64))
+    forms = routing.score_forms(router, logits)
+    unit = np.spacing(right.max(axis=1, keepdims=True).astype(np.float32))
+    errors = [np.abs(form - right) / unit for form in forms]
+    for form, error in zip(forms, errors, strict=True):
+        assert form.dtype == np.float32 and np.isfinite(form).all()
+        assert 0 < error.max() < 6
+    assert all((one != other).any() for place, one in enumerate(forms) for other in forms[:place])
+    # What one form hits by luck, another misses.
+    alone, together = errors[0].max(axis=1), np.max([error.max(axis=1) for error in errors], axis=0)
+    assert together.min() > alone.min() and together.mean() > 1.02 * alone.mean()
+    far = np.float32([[200.0, -200.0, *[0.0] * (SOFTMAX.experts - 2)]])
+    assert all(np.isfinite(form).all() for form in routing.score_forms(router, far))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,8 @@ def test_runs_are_kept_and_a_slower_level_fails_the_command(tmp_path: Path, caps
             assert main([str(file)]) == 0
     with file.open("a") as stream:
         stream.write('{"at": "half a li')
-    series = read(file)
+    series, others = read(file)
+    assert others == 1
     assert [(one.case, len(one.points)) for one in series] == [("a[decode]", 17), ("b<flat>", 17)]
     assert series[0].slower is not None and series[0].slower.commit in ("11cafe", "12cafe", "13cafe")
     assert series[1].slower is None and [round(level, 2) for _, level in series[0].levels] == [1.0, 1.1]
@@ -68,6 +70,52 @@ def test_runs_are_kept_and_a_slower_level_fails_the_command(tmp_path: Path, caps
     assert "a[decode] (builtin against v1): 17 runs, levels x" in said and "slower since 1" in said
     root = ElementTree.parse(picture).getroot()
     assert root.tag.endswith("svg") and len([one for one in root.iter() if one.tag.endswith("circle")]) == 34
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"at": "2026-01-01"}',
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps(asdict(POINT) | {"ratio": "1"}).encode(),
+        json.dumps(asdict(POINT) | {"low": 0.0}).encode(),
+        json.dumps(asdict(POINT) | {"high": 0.5}).encode(),
+        json.dumps(asdict(POINT) | {"case": "\x1b[2J"}).encode(),
+        json.dumps(asdict(POINT) | {"ratio": 1}).replace('"ratio": 1,', '"ratio": 1e999,').encode(),
+    ],
+)
+def test_lines_of_others_are_counted_and_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    file = tmp_path / "trend.jsonl"
+    append(file, [POINT])
+    file.write_bytes(file.read_bytes() + damage + b"\n" + json.dumps(asdict(POINT)).encode() + b"\n")
+    assert main([str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs" in said and "1 of the file's lines passed over" in said
+
+
+def test_a_history_without_measurements_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trend.jsonl"
+    for content, told in ((b"", "0 lines are no measurements"), (b"\xff\n[]\n", "2 lines are no measurements")):
+        file.write_bytes(content)
+        assert main([str(file)]) == 2 and told in capsys.readouterr().err
+
+
+def test_a_picture_is_never_drawn_over_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trend.jsonl"
+    append(file, [POINT])
+    before = file.read_bytes()
+    assert main([str(file), "--svg", str(file)]) == 2 and "the history itself" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert main([str(file), "--svg", str(file / "in a file.svg")]) == 2 and "cannot be" in capsys.readouterr().err
+
+
+def test_a_long_series_is_searched_at_its_end() -> None:
+    points = [replace(POINT, ratio=1.0 + 0.1 * (number >= 9000)) for number in range(9500)]
+    assert Series("a", "t", "b", tuple(points)).changes == [9000]
 
 
 def test_a_picture_of_nothing_is_a_picture() -> None:

@@ -115,7 +115,7 @@ class Oracle(Echo):
         from pytest_adapt.oracle import Oracle
         self.oracle = Oracle(deployment.model)
         info = super().open(deployment)
-        return Info("oracle", "1", observables=frozenset({"logits", "text"}), vocab_size=VOCAB)
+        return Info("oracle", "1", observables=frozenset({"logits", "text"}), vocab_size=self.oracle.spec.vocab)
 
     def run(self, requests):
         for request in requests:

@@ -43,6 +43,27 @@ CHEATS = {
         ("generate",),
         "3 of 6 tokens were generated, finish 'stop'",
     ),
+    "a_stop_after_the_last_token": (
+        "a.finish = 'stop' if a.tokens else a.finish",
+        ("generate",),
+        "which is no stop token, and the end token is to be ignored",
+    ),
+    "a_time_before_it_was_asked": ("a.seconds = -5.0", ("score", "generate"), "seconds is -5, which is no time"),
+    "first_token_after_the_last": (
+        "a.seconds, a.first_token_seconds = 1.0, 1.5",
+        ("score", "generate"),
+        "the first token came after 1.5 s, and the whole answer after 1 s",
+    ),
+    "not_finite": (
+        "a.logits = a.logits.copy(); a.logits[:, 3] = -np.inf",
+        ("score", "generate"),
+        "the target shows what cannot be right: logits: values that are not finite",
+    ),
+    "a_column_too_few": (
+        "a.logits = a.logits[:, :-1]",
+        ("score", "generate"),
+        "the target shows what cannot be right: logits: ",
+    ),
     "hides_its_tokens": (
         "a.tokens = (); a.logits = a.logits[: len(request.prompt)]",
         ("generate",),

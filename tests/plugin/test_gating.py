@@ -168,7 +168,7 @@ def test_what_is_the_same_passes_and_is_kept_for_the_trend(gated: Folder) -> Non
     result = settled(gated, "Steady", "-k", "baseline and not company and not instructions", case=case)
     assert (result.ret, result.parseoutcomes()["passed"]) == (0, 2)
     assert set(gated.statuses().values()) == {"same"}
-    series = read(gated.path / FILE)
+    series, _ = read(gated.path / FILE)
     assert [one.case for one in series] == sorted(gated.statuses())
     assert all(one.baseline == "py:spin:Steady" and one.points[-1].clock == "cpu" for one in series)
 

@@ -9,11 +9,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_adapt.matrix import LEAST_CONTEXT, RESERVE, Matrix
+
 if TYPE_CHECKING:
     from conftest import Folder
 
 pytestmark = pytest.mark.usefixtures("folder")
 Write = Callable[..., object]
+
+
+@pytest.mark.parametrize(
+    ("model", "longest", "floor"), [("b", 4096, 1024), ("a", 1024, 64), ("c", 64, 0), ("d", 512, 0)]
+)
+def test_a_models_contexts_are_its_own(model: str, longest: int, floor: int) -> None:
+    """All cells of a model share one deployment, with room for the longest of them; other models do not count."""
+    contexts = {"a": (64, 1024), "b": (64, 1024, 4096), "c": (64,)}
+    rows = [(name, "single", "fp32", context) for name, every in contexts.items() for context in every]
+    matrix = Matrix(None, {}, {}, tuple(rows))  # type: ignore[arg-type]
+    name = "".join([model])  # another object of the same text
+    assert matrix.max_context(name) == max(longest, LEAST_CONTEXT) + RESERVE
+    assert matrix.floor(name, longest) == floor
 
 
 def test_a_users_test_gets_only_the_axes_it_asks_for(folder: Folder, write: Write) -> None:

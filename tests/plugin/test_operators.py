@@ -93,7 +93,7 @@ def test_a_failure_prints_the_case_that_repeats_it(single: Folder) -> None:
     result.stdout.fnmatch_lines([f"*{repeat.replace('[', '[[]')}*"])
     again = run(single, "Lanes", repeat.replace("'", ""), SUITE)
     assert again.ret == 1 and again.parseoutcomes()["failed"] == 1
-    again.stdout.fnmatch_lines(["adapt: 1 cases on 1 deployments"])
+    again.stdout.fnmatch_lines(["adapt: 1 case on 1 deployment"])
     assert list(single.statuses().values()) == ["fail"]
     healthy = run(single, "Single", repeat.replace("'", ""), SUITE)
     assert healthy.ret == 0 and healthy.parseoutcomes()["passed"] == 1

@@ -23,6 +23,7 @@ from pytest_adapt.target.protocol import (
     Request,
     Response,
     Sampling,
+    Spoilt,
     Target,
     TargetError,
     TopK,
@@ -199,13 +200,13 @@ def test_transformers_draws_through_one_filter_after_the_other() -> None:
     needs("torch")
     import torch
 
-    from pytest_adapt.target.hf import _choose, _generator
+    from pytest_adapt.target.hf import choose_token, generator_of
 
     row = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 
     def drawn(**setting: Any) -> set[int]:
         settings = (Sampling(1.0, seed=seed, **setting) for seed in range(200))
-        return {_choose(row, one, _generator(one)) for one in settings}
+        return {choose_token(row, one, generator_of(one)) for one in settings}
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=3) == {0, 1, 2}
@@ -316,6 +317,8 @@ def test_a_declared_observable_counts_only_when_it_was_seen(shown: dict[str, Any
     result = probe(target, deployment, target.open(deployment))
     assert result.shown == set(OBSERVABLES) - {name}
     assert reason in result.missing[name]
+    there = "absent" not in reason and "has a value" not in reason
+    assert isinstance(result.missing[name], Spoilt) is there, "not to show is no lie; to show what cannot be is one"
 
 
 def test_an_honest_target_is_believed() -> None:

@@ -136,6 +136,14 @@ def test_a_server_that_cannot_ignore_its_end_token_is_led_past_it(server: Any, c
     assert (response.tokens, response.finish, response.prompt_tokens) == (expected, "length", 2)
     (response,) = target.run([replace(request, ignore_eos=False)])
     assert (response.tokens, response.finish) == (expected[:1], "stop")
+    (response,) = target.run([replace(request, stop=(33,))])
+    assert (response.tokens, response.finish) == (expected[:2], "stop")
+    seeds: list[int] = []
+    server.complete = lambda body: seeds.append(body["seed"]) or stops(body)
+    for sampling in (Sampling(1.0, top_k=1, seed=7), Sampling(2.0, seed=7)):
+        (response,) = target.run([replace(request, sampling=sampling)])
+        assert (response.tokens, response.finish) == (expected, "length")
+    assert seeds[:2] == [7, 9] and len(set(seeds)) == len(seeds) // 2
 
 
 def test_an_echo_of_another_length_is_refused(server: Any, checkpoint: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pytest_adapt.verdict.causes import dataflow
+from pytest_adapt.report.operators import alone
+from pytest_adapt.verdict.causes import dataflow, worst
 from pytest_adapt.verdict.ladder import Cluster, clusters
 from pytest_adapt.verdict.result import CaseResult, Divergence, Measurement, Status
 
@@ -34,6 +35,69 @@ def red(rung: str, name: str, *measured: Measurement, at: str = "", **given: Any
 
 def causes(*cases: CaseResult) -> list[tuple[str, int]]:
     return [(cluster.cause, len(cluster.cases)) for cluster in clusters(cases)]
+
+
+@pytest.mark.requirement(116)
+def test_numbers_make_no_cause_of_their_own() -> None:
+    """An engine that is stuck counts its blocks; two runs that are stuck alike have one cause."""
+    cases = [
+        replace(red("stress", name), reason=f"builtin: 1 sequences run, 0 wait: 0 of {blocks} blocks are in use")
+        for name, blocks in (("a", 64), ("b", 128))
+    ]
+    codes = [replace(red("stress", str(code)), reason=f"HTTPError: HTTP {code}") for code in (404, 500)]
+    assert len(clusters(codes)) == 2, "a status is no count"
+    (cluster,) = clusters([*cases, replace(red("stress", "c"), reason="the server is gone")])[:1]
+    assert [case.case for case in cluster.cases] == ["stress/a", "stress/b"] and "0 of 64 blocks" in cluster.cause
+
+
+def test_a_lost_needle_says_more_than_the_token_in_its_place() -> None:
+    token = replace(over(metric="token_match"), budget=0.0)
+    needle = replace(token, metric="needles", value=1.0)
+    assert worst([token, needle]) is needle and worst([needle, token]) is needle
+    assert worst([needle, over(metric="logprob.rms")]) is needle  # what has no budget is beyond every one
+
+
+@pytest.mark.requirement(50, 116)
+def test_an_operator_alone_clears_or_convicts_the_kernel() -> None:
+    def operator(name: str, status: Status) -> CaseResult:
+        return CaseResult(
+            f"operators/test_operators.py::test_it[m-fp32-{name}]", status, "operators", "correct", precision="fp32"
+        )
+
+    cases = [operator("rms_norm", Status.PASS), operator("rotary", Status.FAIL), operator("attention", Status.PASS)]
+    assert alone(cases, "norm", "fp32").startswith("operator rms_norm alone is green: what it is given is wrong")
+    assert alone(cases, "rotation", "fp32").startswith(
+        "operator rotary alone is red as well: the kernel itself is wrong"
+    )
+    assert alone(cases, "rotation", "bf16") == alone(cases, "no such kind", "fp32") == alone([], "norm", "fp32") == ""
+    # One of several that are behind a site is enough to convict; only all of them clear.
+    latent = operator("latent_attention", Status.FAIL)
+    assert alone([*cases, latent], "attention", "fp32").startswith("operator latent_attention alone is red")
+    assert alone([*cases, replace(latent, status=Status.ERROR)], "attention", "fp32") == ""
+    assert alone([operator("rms_norm", Status.UNSUPPORTED)], "norm", "fp32") == ""
+
+
+@pytest.mark.requirement(50, 116)
+def test_an_operator_that_is_red_by_itself_is_the_cause_of_its_sites() -> None:
+    def operator(name: str) -> CaseResult:
+        given = {"suite": "operators", "case": f"operators/test_operators.py::test_it[m-fp32-{name}]"}
+        return replace(red("correct", name, over(metric="op.rms out")), **given)
+
+    norms = red("correct", "sites", *sites("attn.norm", "ffn.norm"), at="layer.0.attn.norm")
+    assert causes(operator("add_rms_norm"), operator("rms_norm"), norms, operator("rotary")) == [
+        ("first divergence in attn.norm", 3),
+        ("op.rms out beyond its budget (operators)", 1),
+    ]
+    assert causes(operator("rms_norm")) == [("op.rms out beyond its budget (operators)", 1)]
+
+
+def test_the_case_that_names_a_lost_needle_is_shown_first() -> None:
+    mean = over(metric="kl")
+    lost = Measurement(
+        "needles", 2.0, 0.0, False, "logits", "kept-4096", 4116, "", 32, "2 of 32 needles are not recalled"
+    )
+    (cluster,) = clusters([red("stress", "a", mean), red("stress", "b", mean, lost)])
+    assert cluster.first.case == "stress/b"
 
 
 def sites(*names: str, layers: tuple[int, ...] = (0, 1)) -> list[Measurement]:

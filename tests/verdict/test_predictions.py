@@ -426,3 +426,23 @@ def test_positions_stay_certified_while_scores_err_no_more_than_the_margin_allow
     found = judge_assumption(comparison, [np.array([0.1, 0.3]), np.array([0.6])])
     assert found.value == pytest.approx(times)
     assert f"; {holds} of 3 positions stay certified" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "readings", "ok"),
+    [
+        ("ab", (1, 2), ("ab", "x"), True),
+        ("  a\n b ", (1, 2), ("a b",), True),
+        ("a", (1, 2), ("a\ufffd",), True),
+        ("ac", (1, 2), ("ab", "x"), False),
+        (None, (1, 2), ("ab",), None),
+        ("ab", (), ("ab",), None),
+        ("ab", (1, 2), (), None),
+    ],
+)
+def test_text_beside_ids_is_one_of_their_readings(
+    text: str | None, tokens: tuple[int, ...], readings: tuple[str, ...], ok: bool | None
+) -> None:
+    judge = Judge("fp32")
+    judge.told("p", Response("0", 3, tokens, text=text), readings)
+    assert [one.ok for one in judge.measurements] == ([] if ok is None else [ok])

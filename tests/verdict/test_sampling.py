@@ -110,6 +110,17 @@ def test_the_stated_temperature_is_seen_with_the_stated_power(planned: Plan) -> 
     assert np.mean(np.array(scores) > critical) == pytest.approx(0.8, abs=0.12)
 
 
+def test_no_two_draws_share_a_seed(planned: Plan) -> None:
+    """Over places, draws and looks, and over the attempts of an item that is run again: evidence adds up."""
+    seeds = [
+        request.sampling.seed
+        for attempt in (0, 1, 2, 9)
+        for look in (0, 1)
+        for request in replace(planned, attempt=attempt).requests(planned.plain, look, draws=16)
+    ]
+    assert len(set(seeds)) == len(seeds) and min(seeds) > 0
+
+
 def test_too_few_draws_decide_nothing(planned: Plan) -> None:
     few = replace(planned, places=planned.places[:1])
     found = by_name(ask(few, few.plain, lambda setting: setting, draws=16))

@@ -15,6 +15,7 @@ from pytest_adapt.oracle import Oracle, Rounding
 from pytest_adapt.oracle.numerics import partial_sums
 from pytest_adapt.oracle.rounding import round_bf16
 from pytest_adapt.selftest.healthy import healthy, respond
+from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites, farthest
@@ -175,6 +176,68 @@ def test_a_site_that_is_off_by_a_factor(bench: Any, site: str, factor: float, pr
     assert judge.divergence is not None
     assert judge.divergence.site == site
     assert {one.site for one in judge.failures()} == {site}
+    looks = judge.divergence.looks
+    assert "times the expected" in looks and float(looks.split(": ")[1].split(" ")[0]) == pytest.approx(
+        factor, rel=3e-3
+    )
+    assert f"at all {len(tokens)} positions" in looks
+    layer, _ = layer_of(site)
+    assert (f"in layer {layer} of 0-3" in looks) is (layer is not None and ".moe." not in site)
+
+
+WRONG_ROW = {
+    "zeros": (lambda value, inputs: 0.0 * value, "values: 0; at position 20 alone of "),
+    "not rotated": (lambda value, inputs: inputs, "those of layer.2.attn.k at this position"),
+    "another position": (lambda value, inputs: value[..., ::-1], "the expected ones in another order"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ROW)
+def test_the_values_of_a_wrong_row_are_told(bench: Any, what: str) -> None:
+    """Of a model without norms of heads: what is rotated is the projection itself."""
+    change, words = WRONG_ROW[what]
+    model = bench("llama-odd")
+    tokens = model.tokens(TOKENS)
+    sites = model.run(tokens, "fp32").sites
+    value = sites["layer.2.attn.k_rope"].copy()
+    value[20] = change(value[20], sites["layer.2.attn.k"][20])
+    judge = judged(model, model.answer(tokens, "fp32", forced={"layer.2.attn.k_rope": value}), tokens, "fp32")
+    assert judge.divergence is not None and words in judge.divergence.looks
+
+
+def test_expert_ids_that_are_no_integers_are_the_targets_fault(bench: Any) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    response = model.answer(tokens, "fp32")
+    response.taps = {
+        name: value.astype(np.float32) if name.endswith("router.ids") else value
+        for name, value in response.taps.items()
+    }
+    judge = judged(model, response, tokens, "fp32")
+    assert judge.divergence is not None and judge.divergence.site == "layer.0.moe.router.ids"
+    assert "numbers of type float32, expected distinct experts in ascending order" in str(judge.divergence)
+
+
+def test_what_was_made_of_a_wrong_value_does_not_explain_it(bench: Any) -> None:
+    """Rotation by nothing hands on at position 0 what it is given, right or wrong."""
+    model = bench("llama-odd")
+    tokens = model.tokens(TOKENS)
+    value = model.run(tokens, "fp32").sites["layer.2.attn.k"].copy()
+    value[0] = value[0] ** 2
+    judge = judged(model, model.answer(tokens, "fp32", forced={"layer.2.attn.k": value}), tokens, "fp32")
+    assert judge.divergence is not None and judge.divergence.site == "layer.2.attn.k"
+    assert "no simple change" in judge.divergence.looks
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_values_of_another_position_or_layer_are_recognised(bench: Any, precision: str) -> None:
+    model = bench("qwen3-moe-odd")
+    tokens = model.tokens(TOKENS)
+    right = model.run(tokens, precision).sites
+    shifted = np.roll(right["layer.1.attn.q"], 1, axis=0)
+    judge = judged(model, model.answer(tokens, precision, forced={"layer.1.attn.q": shifted}), tokens, precision)
+    assert judge.divergence is not None
+    assert f"those of position {len(tokens) - 1}" in judge.divergence.looks
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -188,6 +251,11 @@ def test_one_wrong_row_among_many(bench: Any, precision: str) -> None:
     assert judge.divergence is not None
     assert (judge.divergence.site, judge.divergence.position) == ("layer.2.attn.context", 33)
     assert "[4, " in judge.divergence.note
+    looks = judge.divergence.looks
+    assert float(looks.partition(" times the expected; at position 33 alone of ")[0].split()[-1]) == pytest.approx(
+        1.1, rel=3e-3
+    )
+    assert "head 4 alone of 6, in layer 2 of 0-3" in looks
 
 
 @pytest.mark.parametrize("step", [3, 38])

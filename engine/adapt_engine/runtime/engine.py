@@ -253,8 +253,9 @@ class Engine:
         """What a replica computes next. The oldest can always go on; if nothing can, its accounts are wrong."""
         plan = scheduler.schedule()
         if not plan and scheduler.busy:
+            stuck = ", ".join(sequence.request.id for sequence in [*scheduler.running, *scheduler.waiting][:4])
             raise EngineError(
-                f"{len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait and none can go on: "
+                f"{len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait and none can go on ({stuck}): "
                 f"{scheduler.pool.in_use} of {scheduler.pool.blocks} KV blocks are in use; close the engine"
             )
         return plan
