@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target
 from pytest_adapt.verdict import sampling
+from pytest_adapt.verdict.sampling import sharpest
 from pytest_adapt.verdict.statistics import TwoSample, permutation_test
 
 __all__ = ["Memory", "RememberedTarget"]
@@ -35,17 +36,25 @@ class Memory:
     """What permutation tests of the drawn tokens came to: the draws are the same through every observable."""
 
     @contextlib.contextmanager
-    def of_tests(self) -> Iterator[None]:
-        """Inside, a permutation test of the same samples is not computed again."""
+    def of_tests(self, plans: dict[str, dict[str, Any]]) -> Iterator[None]:
+        """Inside, a permutation test of the same samples is not computed again, nor are settings for the same places,
+        which depend on no target: ``plans`` holds those of every session."""
 
-        def remembered(*samples: Any, **named: Any) -> TwoSample:
-            key = hashlib.sha256(pickle.dumps((samples, sorted(named.items())))).hexdigest()
+        def tested(*samples: Any, **named: Any) -> TwoSample:
+            key = _digest((samples, sorted(named.items())))
             if key not in self.tests:
                 self.tests[key] = permutation_test(*samples, **named)
             return self.tests[key]
 
+        def planned(places: Sequence[sampling.Place]) -> dict[str, Any]:
+            key = _digest(places)
+            if key not in plans:
+                plans[key] = sharpest(places)
+            return plans[key]
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "permutation_test", remembered)
+            patch.setattr(sampling, "permutation_test", tested)
+            patch.setattr(sampling, "sharpest", planned)
             yield
 
 
@@ -110,6 +119,10 @@ class RememberedTarget:
             list(self._real.run(requests))
         self._done = len(self._past)
         return self._real
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
 def _whole(want: frozenset[str]) -> frozenset[str]:
