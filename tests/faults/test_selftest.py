@@ -166,6 +166,10 @@ class Counting:
     def stats(self) -> dict[str, float]:
         return {"count": self.count}
 
+    def reset(self) -> int:
+        self.count = 0
+        return self.count
+
 
 def _ask(target: RememberedTarget, name: str, *want: str) -> Response:
     (answer,) = target.run([Request(name, (1, 2), want=frozenset(want))])
@@ -188,7 +192,15 @@ def test_answers_are_remembered_with_all_that_came_before() -> None:
     assert other.logits[0, 0] == 2, "the second request to this target"
     assert (Counting.opened, Counting.asked) == (2, 5), "what came before was asked again"
     assert second.stats() == {"count": 2}
-    assert _ask(second, "b", "logits").logits[0, 0] == 3, "from here on it answers itself"
+    assert _ask(second, "b", "logits").logits[0, 0] == 3
+    third = RememberedTarget(Counting, memory)
+    third.open(deployment)
+    assert _ask(third, "a").logits is None, "the probe of a target that declares text alone"
+    assert _ask(third, "z", "score").scores[0] == 2 and third.stats() == {"count": 2}
+    assert (Counting.opened, Counting.asked) == (2, 6), "counters are remembered too"
+    assert _ask(third, "b").logits is None and Counting.asked == 9, "rows that nobody asks for are another request"
+    assert third.reset() == 0 and third.stats() == {"count": 0}
+    assert _ask(third, "b", "logits").logits[0, 0] == 1, "from here on it answers itself"
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
