@@ -7,23 +7,28 @@ from typing import TYPE_CHECKING
 
 from pytest_adapt.open_target import OpenTarget
 from pytest_adapt.session import Fatal
+from pytest_adapt.target.protocol import Deployment
 from pytest_adapt.verdict.result import Divergence
 from pytest_adapt.verdict.status import Verdict
 
 if TYPE_CHECKING:
     from pytest_adapt.items import ItemState
 
-__all__ = ["first_divergence"]
+__all__ = ["Known", "first_divergence"]
+
+Known = dict[tuple[Deployment, str, tuple[int, ...]], Divergence]
+"""Where a prompt was seen to leave the oracle in a deployment with every site tapped."""
 
 _NEW_TOKENS = 8
 _LONGEST = 512
 _FAILED = 3
 
 
-def first_divergence(state: ItemState) -> Divergence | None:
+def first_divergence(state: ItemState, known: Known) -> Divergence | None:
     """The first divergent site, in prefill or decode, over the failing prompts and the deployments that the item used.
 
-    None where the target cannot be tapped, the model has no oracle, or no site of these prompts is off.
+    What an item before found is in ``known``, and what this one finds is added. None where the target cannot be
+    tapped, the model has no oracle, or no site of these prompts is off.
     """
     from pytest_adapt.verdict.localise import compare_sites, with_ranks
 
@@ -34,6 +39,9 @@ def first_divergence(state: ItemState) -> Divergence | None:
         return None
     for tapped in _tapped(state.target):
         for name, tokens in _prompts(state):
+            asked = tapped.deployment, name, tokens
+            if asked in known:
+                return known[asked]
             try:
                 response = tapped.generate(tokens, _NEW_TOKENS, want={"taps"})
                 if response.error is not None or response.first_row or not response.taps:
@@ -43,8 +51,10 @@ def first_divergence(state: ItemState) -> Divergence | None:
                 found = compare_sites(name, response.taps, oracle, fed, precision, rounds, (), len(tokens), router)
             except (Verdict, Fatal):
                 return None
-            if found.divergence is not None:
-                return with_ranks(found.divergence, response)
+            divergence = with_ranks(found.divergence, response)
+            if divergence is not None:
+                known[asked] = divergence
+                return divergence
     return None
 
 

@@ -35,6 +35,7 @@ from pytest_adapt.verdict.result import CaseResult, Measurement, Status
 from pytest_adapt.verdict.status import EXCUSES, TIMED, Verdict, outcome, required, verdict_of
 
 if TYPE_CHECKING:
+    from pytest_adapt.localisation import Known
     from pytest_adapt.matrix import Model
     from pytest_adapt.perf.baseline import Baseline
     from pytest_adapt.target.protocol import Info
@@ -82,6 +83,7 @@ class Runner:
         self._handles: dict[str, ModelHandle] = {}
         self._shown_cell: Cell | None = None
         self._blocked: dict[tuple[str, str, str], str] = {}
+        self._divergences: Known = {}
         self._opened_before = 0.0
 
     @property
@@ -313,12 +315,11 @@ class Runner:
         judge = state.judge
         proposed = getattr(state.reference, "proposed", [])[state.proposed :]
         self.references.observe(state)
-        if judge is not None and judge.undecided:
-            raise Verdict(Status.UNKNOWN, judge.message())
-        if judge is not None and judge.inconclusive:
-            raise Verdict(Status.INCONCLUSIVE, judge.message())
-        if judge is not None and judge.failures():
+        standing = judge.standing() if judge is not None else Status.PASS
+        if standing is Status.FAIL:
             raise Verdict(*self._failed(state, judge))
+        if standing is not Status.PASS:
+            raise Verdict(standing, judge.message())
         if proposed:
             raise Verdict(Status.NEW, f"proposed {len(proposed)} records ({proposed[0]} ...): review them")
         if judge is None and state.suite:
@@ -339,7 +340,7 @@ class Runner:
         skip, excuses nothing that was compared before."""
         judge, verdict = state.judge, verdict_of(error)
         excuse = isinstance(error, pytest.skip.Exception) or (verdict is not None and verdict[0] in EXCUSES)
-        if judge is None or not excuse or judge.undecided or judge.inconclusive or not judge.failures():
+        if judge is None or not excuse or judge.standing() is not Status.FAIL:
             return None
         status, message = self._failed(state, judge)
         return status, f"{message}\nthe item would have ended {verdict[0].value if verdict else 'skipped'}: {error}"
@@ -351,7 +352,7 @@ class Runner:
         from pytest_adapt.localisation import first_divergence
         from pytest_adapt.shortest import shortest_prefix
 
-        state.divergence = first_divergence(state)
+        state.divergence = first_divergence(state, self._divergences)
         found = shortest_prefix(state)
         state.prefix, state.no_prefix = (None, found) if isinstance(found, str) else (found, "")
 

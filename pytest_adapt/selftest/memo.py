@@ -1,7 +1,7 @@
 """A target whose answers are remembered, so that judging by another observable computes nothing anew.
 
 Answers are keyed by the deployment and by everything that was asked since it was opened, so that a fault which keeps
-count of its calls is repeated exactly. What cannot be remembered (counters, aborts) opens the real target, which is
+count of its calls is repeated exactly. What cannot be remembered (aborts, memory) opens the real target, which is
 first asked all that came before.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 from pytest_adapt.target.protocol import Deployment, Info, Request, Response, Target
 from pytest_adapt.verdict import sampling
+from pytest_adapt.verdict.sampling import sharpest
 from pytest_adapt.verdict.statistics import TwoSample, permutation_test
 
 __all__ = ["Memory", "RememberedTarget"]
@@ -31,21 +32,30 @@ class Memory:
 
     opened: dict[Deployment, Info] = field(default_factory=dict)
     answers: dict[tuple[Deployment, str], list[Response]] = field(default_factory=dict)
+    counters: dict[tuple[Deployment, str], Mapping[str, float]] = field(default_factory=dict)
     tests: dict[str, TwoSample] = field(default_factory=dict)
     """What permutation tests of the drawn tokens came to: the draws are the same through every observable."""
 
     @contextlib.contextmanager
-    def of_tests(self) -> Iterator[None]:
-        """Inside, a permutation test of the same samples is not computed again."""
+    def of_tests(self, plans: dict[str, dict[str, Any]]) -> Iterator[None]:
+        """Inside, a permutation test of the same samples is not computed again, nor are settings for the same places,
+        which depend on no target: ``plans`` holds those of every session."""
 
-        def remembered(*samples: Any, **named: Any) -> TwoSample:
-            key = hashlib.sha256(pickle.dumps((samples, sorted(named.items())))).hexdigest()
+        def tested(*samples: Any, **named: Any) -> TwoSample:
+            key = _digest((samples, sorted(named.items())))
             if key not in self.tests:
                 self.tests[key] = permutation_test(*samples, **named)
             return self.tests[key]
 
+        def planned(places: Sequence[sampling.Place]) -> dict[str, Any]:
+            key = _digest(places)
+            if key not in plans:
+                plans[key] = sharpest(places)
+            return plans[key]
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "permutation_test", remembered)
+            patch.setattr(sampling, "permutation_test", tested)
+            patch.setattr(sampling, "sharpest", planned)
             yield
 
 
@@ -76,7 +86,10 @@ class RememberedTarget:
         if self._direct:
             yield from self._target.run(asked)
             return
-        whole = [replace(request, want=_whole(request.want)) for request in asked]
+        # What is asked first is the probe. It asks for all that is declared, and what comes after it is the same for
+        # a target that declares less.
+        probed = frozenset() if self._past else _ROWS
+        whole = [replace(request, want=_whole(request.want | probed)) for request in asked]
         self._key = hashlib.sha256(f"{self._key}{[_words(request) for request in whole]}".encode()).hexdigest()
         key = self._deployment, self._key
         if key not in self._memory.answers:
@@ -93,9 +106,15 @@ class RememberedTarget:
         self._real = None
 
     def __getattr__(self, name: str) -> Any:
-        """Optional methods may change or read what the target has become: from here on it answers itself."""
+        """Optional methods may change or read what the target has become: from here on it answers itself. Counters
+        change nothing, and are remembered."""
         if name.startswith("_"):
             raise AttributeError(name)
+        if name == "stats" and not self._direct:
+            counters, key = self._memory.counters, (self._deployment, self._key)
+            if key not in counters:
+                counters[key] = self._target.stats()
+            return lambda: counters[key]
         found = getattr(self._target, name)
         self._direct = True
         return found
@@ -110,6 +129,10 @@ class RememberedTarget:
             list(self._real.run(requests))
         self._done = len(self._past)
         return self._real
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
 def _whole(want: frozenset[str]) -> frozenset[str]:

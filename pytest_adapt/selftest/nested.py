@@ -116,6 +116,7 @@ class Bench:
         self._root = root
         self._handles: dict[str, ModelHandle] = {}
         self._references: dict[tuple[str, str], Any] = {}
+        self._plans: dict[str, dict[str, Any]] = {}
 
     def run(
         self,
@@ -138,7 +139,7 @@ class Bench:
         words = [*quiet, "--disable-plugin-autoload", "-p", "pytest_adapt.plugin", "-c", os.devnull]
         words += [f"--rootdir={self._root}", "--assert=plain", "--capture=no", *setting.arguments()]
         words += [str(suites_dir() / name) for name in setting.suites]
-        with _environment(), memory.of_tests(), warnings.catch_warnings():
+        with _environment(), memory.of_tests(self._plans), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = pytest.main(words, plugins=[inner])
         if not inner.found.cases:

@@ -61,6 +61,7 @@ class BuiltinTarget:
         self._deployment = Deployment("")
         self._eos: frozenset[int] = frozenset()
         self._reader: Tokenizer | None = None
+        self._writes = False
         self._aborts: deque[str] = deque()
         self._ops: BuiltinOps | None = None
         self._profile = OpProfile(())
@@ -118,7 +119,9 @@ class BuiltinTarget:
         self.seams.attach(self.engine)
         self._ops = BuiltinOps(self.engine.kernels_registry)
         self._profile = OpProfile(self.engine.executor.registries)
-        self._deployment, self._eos = deployment, _end_tokens(Path(deployment.model))
+        directory = Path(deployment.model)
+        self._deployment, self._eos = deployment, _end_tokens(directory)
+        self._writes = (directory / "tokenizer.json").is_file()
         report = self.engine.load_report
         counts = Counter(kernels.values())
         return Info(
@@ -299,7 +302,7 @@ class BuiltinTarget:
             drift=result.drift,
             origin=self._origin(result.replica),
         )
-        if result.tokens and (Path(self._deployment.model) / "tokenizer.json").is_file():
+        if result.tokens and self._writes:
             response.text = self.detokenize(result.tokens)
         if result.finish == "abort":
             return response  # its rows end anywhere

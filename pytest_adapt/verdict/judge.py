@@ -35,7 +35,7 @@ from pytest_adapt.verdict.pooling import (
     quadratic_rows,
     rows_of,
 )
-from pytest_adapt.verdict.result import Divergence, Figure, Flips, Measurement
+from pytest_adapt.verdict.result import Divergence, Figure, Flips, Measurement, Status
 from pytest_adapt.verdict.sampling import Draws, Plan
 from pytest_adapt.verdict.views import (
     Problem,
@@ -403,14 +403,21 @@ class Judge:
     @property
     def undecided(self) -> bool:
         """Whether something failed, and only because no position was certain enough to be compared."""
-        failures = self.failures()
-        return bool(failures) and all(measurement.metric == "certified" for measurement in failures)
+        return self.standing() is Status.UNKNOWN
 
     @property
     def inconclusive(self) -> bool:
         """Whether nothing failed, but a gate has too few samples to pass."""
+        return self.standing() is Status.INCONCLUSIVE
+
+    def standing(self) -> Status:
+        """PASS, FAIL, UNKNOWN (`undecided`) or INCONCLUSIVE."""
         failures = self.failures()
-        return bool(failures) and all(not measurement.settled for measurement in failures)
+        if not failures:
+            return Status.PASS
+        if all(one.metric == "certified" for one in failures):
+            return Status.UNKNOWN
+        return Status.FAIL if any(one.settled for one in failures) else Status.INCONCLUSIVE
 
     def message(self) -> str:
         """What failed, one line each, then the first divergence; at most one screen."""

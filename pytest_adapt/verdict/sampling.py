@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import NormalDist
@@ -161,20 +161,25 @@ def plan(model: Any, reference: Any, precision: str, attempt: int = 0) -> Plan:
     if not found:
         raise Verdict(Status.UNKNOWN, f"no position of the model's prompts is certified at {precision}")
 
-    def spread(temperature: float) -> float:
-        return sum(_moments(place, Sampling(temperature))[1] for place in found)
+    end = model.config.get("eos_token_id")
+    return Plan(tuple(found), end=end if isinstance(end, int) else -1, attempt=attempt, **sharpest(found))
 
-    temperature = max(_TEMPERATURES, key=spread)
+
+def sharpest(places: Sequence[Place]) -> dict[str, Any]:
+    """The settings of a plan, its fields by name, that show most at these places."""
+
+    def spread(temperature: float) -> float:
+        return sum(_moments(place, Sampling(temperature))[1] for place in places)
 
     def shows(k: int) -> float:
         """How often one candidate too many would be drawn and be none that rounding lets in."""
         one_more = Sampling(1.0, top_k=k + 1)
-        return sum(float(distribution(p, one_more)[~drawable(p, Sampling(1.0, top_k=k))].sum()) for p in found)
+        return sum(float(distribution(p, one_more)[~drawable(p, Sampling(1.0, top_k=k))].sum()) for p in places)
 
     top_k = max(_TOP_K, key=shows)
-    top_p, top_p_of_k = (max(_TOP_P, key=partial(_short_by_one, found, k)) for k in (0, top_k))
-    end = model.config.get("eos_token_id")
-    return Plan(tuple(found), temperature, top_k, end if isinstance(end, int) else -1, attempt, top_p, top_p_of_k)
+    top_p, top_p_of_k = (max(_TOP_P, key=partial(_short_by_one, places, k)) for k in (0, top_k))
+    temperature = max(_TEMPERATURES, key=spread)
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "top_p_of_k": top_p_of_k}
 
 
 def _short_by_one(places: Iterable[Place], top_k: int, top_p: float) -> float:

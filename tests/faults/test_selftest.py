@@ -92,10 +92,22 @@ def test_a_permutation_test_of_the_same_draws_is_computed_once(monkeypatch: pyte
     computed: list[Any] = []
     monkeypatch.setattr(memo, "permutation_test", lambda *samples, **named: computed.append(named) or len(computed))
     memory, draws = Memory(), {"p": np.array([1, 2])}
-    with memory.of_tests():
+    with memory.of_tests({}):
         found = [sampling.permutation_test(draws, draws, {"p": np.ones(3)}, alpha=alpha) for alpha in (0.1, 0.1, 0.2)]
     assert found == [1, 1, 2] and [one["alpha"] for one in computed] == [0.1, 0.2]
     assert sampling.permutation_test is statistics.permutation_test
+
+
+def test_settings_for_the_same_places_are_found_once_for_all_sessions() -> None:
+    places, plans, plain = [sampling.Place("p", (1, 2), np.arange(9.0), 1e-3, 1e-4, 1e-6)], {}, sampling.sharpest
+    expected = plain(places)
+    for _ in range(2):
+        with Memory().of_tests(plans):
+            assert sampling.sharpest(places) == expected
+            sampling.sharpest([replace(places[0], error=0.5)])
+    assert len(plans) == 2 and sampling.sharpest is plain
+    with Memory().of_tests(dict.fromkeys(plans, {"top_k": 0})):
+        assert sampling.sharpest(places) == {"top_k": 0}
 
 
 def test_a_run_until_red_begins_no_case_after_it(bench: Bench) -> None:
@@ -154,6 +166,10 @@ class Counting:
     def stats(self) -> dict[str, float]:
         return {"count": self.count}
 
+    def reset(self) -> int:
+        self.count = 0
+        return self.count
+
 
 def _ask(target: RememberedTarget, name: str, *want: str) -> Response:
     (answer,) = target.run([Request(name, (1, 2), want=frozenset(want))])
@@ -176,7 +192,15 @@ def test_answers_are_remembered_with_all_that_came_before() -> None:
     assert other.logits[0, 0] == 2, "the second request to this target"
     assert (Counting.opened, Counting.asked) == (2, 5), "what came before was asked again"
     assert second.stats() == {"count": 2}
-    assert _ask(second, "b", "logits").logits[0, 0] == 3, "from here on it answers itself"
+    assert _ask(second, "b", "logits").logits[0, 0] == 3
+    third = RememberedTarget(Counting, memory)
+    third.open(deployment)
+    assert _ask(third, "a").logits is None, "the probe of a target that declares text alone"
+    assert _ask(third, "z", "score").scores[0] == 2 and third.stats() == {"count": 2}
+    assert (Counting.opened, Counting.asked) == (2, 6), "counters are remembered too"
+    assert _ask(third, "b").logits is None and Counting.asked == 9, "rows that nobody asks for are another request"
+    assert third.reset() == 0 and third.stats() == {"count": 0}
+    assert _ask(third, "b", "logits").logits[0, 0] == 1, "from here on it answers itself"
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_a_sample_is_computed_again(
 ) -> None:
     assert run("verify", "--sample", "5%", "--seed", "3") == 0
     assert f"computed again: {NAME}: the same" in capsys.readouterr().out
+    shipped = shipped_store()
+    for name in (NAME.replace("-37", "-1"), NAME.replace("-37", "-150")):
+        store.write(Record.load(shipped.path(name)), shipped.entries[name]["provenance"])
+    for size, count in (("1", 1), ("2", 2), ("3", 3), ("40", 3), ("1%", 1), ("40%", 2), ("100%", 3)):
+        assert run("verify", "--sample", size) == 0
+        assert capsys.readouterr().out.count("computed again: ") == count, size
+    for name in store.entries.keys() - {NAME}:
+        store.remove(name)
     plant_regression(monkeypatch)
     assert run("verify") == 0, "nothing is computed unless asked for"
     assert run("verify", "--sample", "1") == 1

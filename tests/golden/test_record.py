@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_adapt.golden.record import Record, RecordError, RecordKey, answer_errors, divergence_terms
+from pytest_adapt.golden.record import Record, RecordError, RecordKey, answer_errors, divergence_terms, make_record
 from pytest_adapt.golden.sketch import PROJECTIONS, log_softmax, positions_of, project, top_ids
 
 
@@ -113,6 +113,25 @@ def test_certified_positions_are_a_beginning_up_to_the_last_layer(make: Any, tok
     assert not record.certified("bf16").all()
     with pytest.raises(RecordError, match="no budgets for fp16"):
         record.certified("fp16")
+
+
+@pytest.mark.parametrize("layer", ["first", "last"])
+def test_where_experts_may_flip_only_the_last_layer_spares_later_rows(live: Any, tokens: Any, layer: str) -> None:
+    class Tied:
+        """The oracle, but that two experts of one layer are as good as each other at one position."""
+
+        spec = live.oracle.spec
+
+        def run(self, *arguments: Any, **named: Any) -> Any:
+            trace = live.oracle.run(*arguments, **named)
+            at = {"first": min, "last": max}[layer](trace.margins)
+            trace.margins[at] = trace.margins[at].copy()
+            trace.margins[at][5] = 0.0
+            return trace
+
+    key = RecordKey("m", "p", "", "", "")
+    certified = make_record(Tied(), key, tokens(12), ("fp32",)).certified("fp32")
+    assert np.flatnonzero(~certified).tolist() == ([5] if layer == "last" else list(range(5, 12)))
 
 
 def test_an_empty_prompt_has_no_record(make: Any) -> None:

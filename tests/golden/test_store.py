@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -449,6 +450,16 @@ def test_a_change_is_shown_and_taken_in_for_a_reason(store: Store, pending: Path
     assert Store(store.directory).lookup(record.key).status == "ok"
 
 
+def test_new_records_are_listed_beside_changed_ones(store: Store, pending: Path, make: Any, tokens: Any) -> None:
+    """Whatever their order: a new record has no differences, and ends no list."""
+    propose(pending, make("a", tokens(4)), "new", "case-0")
+    propose(pending, make("z", tokens(4)), "new", "case-2")
+    lines = review.table(store, list_pending(pending))
+    assert [line.split("**")[1].split(".")[1] for line in lines if "**" in line] == ["a", "p", "z"]
+    assert sum(line.startswith("    - new: 4 tokens") for line in lines) == 2
+    assert any("topk_logprobs" in line and "->" in line for line in lines)
+
+
 def test_rejecting_leaves_everything_as_it_was(store: Store, pending: Path) -> None:
     before = snapshot(store.directory)
     review.reject(list_pending(pending))
@@ -471,8 +482,15 @@ def test_a_dirty_tree_needs_a_word(store: Store, pending: Path) -> None:
 def test_a_change_of_structure_needs_a_word(store: Store, tmp_path: Path, record: Record) -> None:
     ids = record.topk_ids.copy()
     ids[0, 0] += 1
-    propose(tmp_path / "pending", replace(record, topk_ids=ids), "update")
-    refused(store, tmp_path / "pending", "--allow-structure", allow_structure=True)
+    propose(tmp_path / "pending", replace(record, topk_ids=ids, source="target t"), "update")
+    found = review.difference(store, list_pending(tmp_path / "pending")[0])
+    assert found is not None and len(found.structure) == 2
+    refused(
+        store,
+        tmp_path / "pending",
+        re.escape(f"({found.structure[0]}); --allow-structure"),
+        allow_structure=True,
+    )
 
 
 def test_a_targets_answers_do_not_become_the_truth_by_habit(store: Store, tmp_path: Path, record: Record) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pytest_adapt.oracle import Rounding
 from pytest_adapt.target.protocol import Response, TopK
 from pytest_adapt.verdict.judge import Judge
+from pytest_adapt.verdict.views import common_rows
 
 
 def only(response: Response, *names: str) -> Response:
@@ -75,6 +76,12 @@ def test_rows_are_matched_by_token_index(pair: Any) -> None:
     shifted = replace(late, first_row=19)
     judge.agree("shifted", only(one, "logits"), shifted, record)
     assert judge.failures()
+
+
+def test_an_answer_that_shows_no_rows_has_none_in_common(pair: Any) -> None:
+    _, record, one, two = pair("fp32")
+    assert common_rows(record, one, two).tolist() == list(range(60))
+    assert common_rows(record, one, only(two)).tolist() == []
 
 
 def test_generated_tokens_agree_or_are_near_ties(pair: Any) -> None:

@@ -18,7 +18,7 @@ from pytest_adapt.selftest.healthy import healthy, respond
 from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites, farthest
+from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites, error_scale, farthest
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -393,6 +393,11 @@ def test_groups_that_the_rule_drops_are_illegal(bench: Any) -> None:
     judge = judged(model, model.answer(tokens, "bf16", replay={**run.ids, layer: ids}), tokens, "bf16")
     assert judge.divergence is not None
     assert (judge.divergence.site, judge.divergence.position) == (f"layer.{layer}.moe.router.ids", 5)
+
+
+def test_rows_of_zeros_have_a_scale_of_one() -> None:
+    """Whatever their terms are: nothing is usual where no row has a value."""
+    assert error_scale(np.zeros((3, 4)), np.ones((3, 4))).tolist() == np.ones((3, 4)).tolist()
 
 
 def test_what_was_not_shown_is_not_passed_over(bench: Any) -> None:

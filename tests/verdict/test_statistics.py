@@ -256,6 +256,8 @@ def test_what_a_healthy_target_may_show_is_taken_off() -> None:
     seen = permutation_test(target, reference, values, alpha=0.05)
     excused = permutation_test(target, reference, values, alpha=0.05, surprise_margin=0.4, frequency_margin=1e3)
     assert seen.p < 0.01 < 0.5 < excused.p
+    nothing = permutation_test(target, reference, values, alpha=0.05, surprise_margin=0.0, frequency_margin=0.0)
+    assert seen == nothing, "unless told, nothing is taken off"
     assert excused.surprise == pytest.approx(seen.surprise)
     with pytest.raises(ValueError, match="prompt 0: 0 draws against"):
         permutation_test({"0": np.array([], int)}, reference, values)

@@ -34,6 +34,9 @@ _FLOATS: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 
+_FEW_BYTES = 1 << 24
+"""Of a checkpoint that is loaded sooner by one thread than by many, which wait for each other's Python."""
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -97,7 +100,7 @@ class Loader:
         self._lock = threading.Lock()
 
     def load(self) -> LoadReport:
-        """Read, check and place every parameter in parallel, then audit."""
+        """Read, check and place every parameter, in parallel where that pays, then audit."""
         start = time.perf_counter()
         warnings = list(self.index.warnings)
         self._check_names(warnings)
@@ -106,9 +109,13 @@ class Loader:
             with path.open("rb") as stream:
                 # Private copy-on-write mapping: torch wants writable memory, the file stays untouched.
                 self._maps[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        with ThreadPoolExecutor(max_workers=self.workers) as pool:
-            for done in [pool.submit(self._transfer, piece) for piece in self._pieces.values()]:
-                done.result()
+        if self.workers > 1 and sum(len(file) for file in self._maps.values()) > _FEW_BYTES:
+            with ThreadPoolExecutor(max_workers=self.workers) as pool:
+                for done in [pool.submit(self._transfer, piece) for piece in self._pieces.values()]:
+                    done.result()
+        else:
+            for piece in self._pieces.values():
+                self._transfer(piece)
         self._check_tied(warnings)
         self._audit()
         self._maps.clear()
