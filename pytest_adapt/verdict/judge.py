@@ -24,7 +24,14 @@ from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.gates import Evidence
-from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, site_difference, size_of
+from pytest_adapt.verdict.identity import (
+    contents,
+    dataflow_key,
+    first_difference,
+    observable_of,
+    site_difference,
+    size_of,
+)
 from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
 from pytest_adapt.verdict.matches import Matches, judge_matches, margin_below
 from pytest_adapt.verdict.pooling import (

@@ -27,7 +27,8 @@ def hold(judge, what, one, other, prompts, together, expected):
     for name in prompts:
         judge.identical(f"{name}: {what}", found[name], expected[name])
     if judge.failures() and "taps" in other.info.observables:
-        alone, found = (ask(target.tapped(), prompts, size, ("taps",)) for target, size in ((one, 1), (other, together)))
+        alone = ask(one.tapped(), prompts, 1, ("taps",))
+        found = ask(other.tapped(), prompts, together, ("taps",))
         for name in prompts:
             judge.identical(f"{name}: {what}", found[name], alone[name])
 
@@ -44,9 +45,7 @@ def test_company_and_order_change_no_bit(target, model, precision, judge):
 
 
 @pytest.mark.requirement(69, 75, 99)
-@pytest.mark.adapt(
-    rung="consistent", needs=("logits",), features={"deterministic": 1, "prefill_chunk": (0, 1, 7, 64)}
-)
+@pytest.mark.adapt(rung="consistent", needs=("logits",), features={"deterministic": 1, "prefill_chunk": (0, 1, 7, 64)})
 def test_how_a_prompt_is_cut_changes_no_bit(target, model, precision, judge):
     prompts = model.prompts(96)
     whole = ask(target, prompts, 1)

@@ -108,10 +108,8 @@ class Step:
         for held, part in zip(span.held, parts, strict=True):
             whole[held] = part
         widths = [math.prod(part.shape[1:]) for part in rows]
-        found = (
-            one.unflatten(1, part.shape[1:]) for one, part in zip(torch.split(whole, widths, 1), rows, strict=True)
-        )
-        return tuple(one.contiguous() for one in found), torch.arange(span.known)
+        found = zip(torch.split(whole, widths, 1), rows, strict=True)
+        return tuple(one.reshape(-1, *part.shape[1:]) for one, part in found), torch.arange(span.known)
 
     @staticmethod
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
