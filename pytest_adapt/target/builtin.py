@@ -81,10 +81,16 @@ class BuiltinTarget:
         calm_openmp()
         import torch
         from adapt_engine import Engine, EngineError, EngineOptions, LayoutError, __version__
+        from adapt_engine.kernels import native as kernels_of_build
 
         threads = deployment.feature("threads") or fair_threads()
         mode = "strict" if deployment.feature("deterministic") else self._settings.mode
         native = bool(deployment.feature("native", 1))
+        if deployment.feature("deterministic") and not (native and kernels_of_build.load()):
+            raise UnsupportedDeployment(
+                "feature deterministic: only the native kernels of the built-in engine keep one order of accumulation, "
+                f"and they are {'not built: install with a C++ compiler' if native else 'off'}"
+            )
         gloo = bool(deployment.feature("processes", int(self._settings.options.get("communicator") == "gloo")))
         if gloo and self.seams.installed:
             raise UnsupportedDeployment("ranks in processes: faults are put into this process; use virtual ranks")
