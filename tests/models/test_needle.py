@@ -87,7 +87,8 @@ def test_transformers_agrees(needle: ModelEntry, root: Path) -> None:
 
 
 @pytest.mark.requirement(104)
-def test_what_is_written_after_the_last_token_counts_and_not_its_logits(needle: ModelEntry, root: Path) -> None:
+def test_what_is_written_after_the_last_token_counts_and_not_its_logits(root: Path) -> None:
+    needle = catalogue()["needle-llama"]
     reference = OracleReference(materialise(needle.name, root), needle.precisions, needle.name)
     every = recalls(needle, CONTEXT)
     recall = next(
