@@ -87,6 +87,25 @@ def test_transformers_agrees(needle: ModelEntry, root: Path) -> None:
 
 
 @pytest.mark.requirement(104)
+def test_what_is_written_after_the_last_token_counts_and_not_its_logits(root: Path) -> None:
+    needle = catalogue()["needle-llama"]
+    reference = OracleReference(materialise(needle.name, root), needle.precisions, needle.name)
+    every = recalls(needle, CONTEXT)
+    recall = next(
+        one for one in every if one.questions[-1].position == len(one.tokens) - 1 and one.questions[-1].answer >= 0
+    )
+    record = ClosedReference(reference, needle).record(recall.name, recall.tokens)
+    logits = np.zeros((len(recall.tokens), needle.config["vocab_size"]), np.float32)
+    logits[record.positions] = ClosedForm(needle).logits(recall.tokens, record.positions.tolist())
+    answer = recall.questions[-1].answer
+    for token, ok in ((answer, True), (answer + 1, False)):
+        judge = Judge("fp32")
+        judge.recalled(recall.name, Response("0", len(recall.tokens), tokens=(token,), logits=logits), recall, record)
+        found = {one.metric: one.ok for one in judge.measurements}
+        assert found["needles"] is ok, judge.message()
+
+
+@pytest.mark.requirement(104)
 @pytest.mark.parametrize("context", [1024, 4096, 16384])
 def test_the_answer_to_every_question_is_its_needle(needle: ModelEntry, context: int) -> None:
     form = ClosedForm(needle)

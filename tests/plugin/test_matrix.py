@@ -19,11 +19,11 @@ Write = Callable[..., object]
 
 
 @pytest.mark.parametrize(
-    ("model", "longest", "floor"), [("b", 4096, 1024), ("a", 1024, 64), ("c", 64, 0), ("d", 512, 0)]
+    ("model", "longest", "floor"), [("b", 4096, 1000), ("a", 1000, 64), ("c", 64, 0), ("d", 512, 0)]
 )
 def test_a_models_contexts_are_its_own(model: str, longest: int, floor: int) -> None:
     """All cells of a model share one deployment, with room for the longest of them; other models do not count."""
-    contexts = {"a": (64, 1024), "b": (64, 1024, 4096), "c": (64,)}
+    contexts = {"a": (64, 1000), "b": (64, 1000, 4096), "c": (64,)}
     rows = [(name, "single", "fp32", context) for name, every in contexts.items() for context in every]
     matrix = Matrix(None, {}, {}, tuple(rows))  # type: ignore[arg-type]
     name = "".join([model])  # another object of the same text

@@ -12,7 +12,16 @@ from pytest_adapt.shipped import suites_dir
 from pytest_adapt.strategies import planned
 from pytest_adapt.verdict.ladder import SMALLEST_PROFILES, SUITE_RUNGS, climb, clusters, is_red, rung_of
 from pytest_adapt.verdict.result import RUNGS, CaseResult, Divergence, Measurement, Status
-from pytest_adapt.verdict.status import GREEN, OUTCOMES, REQUIREMENTS, Verdict, outcome, required, verdict_of
+from pytest_adapt.verdict.status import (
+    GREEN,
+    OUTCOMES,
+    REQUIREMENTS,
+    Verdict,
+    need_not_show,
+    outcome,
+    required,
+    verdict_of,
+)
 
 # The table of the design: status, outcome when required, outcome when not.
 TABLE = """
@@ -168,6 +177,23 @@ def test_every_rung_of_the_shipped_suites_has_its_smallest_profile() -> None:
                 size = max(size, min(number for number, name in enumerate(sizes) if planned(name)))
             found[given["rung"]] = min(size, found.get(given["rung"], size))
     assert {rung: sizes[size] for rung, size in found.items()} == SMALLEST_PROFILES
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs", "declared", "shown", "free"),
+    [
+        ("endpoint", ("score",), (), ("text",), True),
+        ("endpoint", ("score",), (), ("taps",), False),  # nothing that an endpoint is asked for
+        ("endpoint", ("score",), ("score",), ("text",), False),  # declared, so owed
+        ("endpoint", ("logits", "score"), ("score",), ("text",), False),
+        ("endpoint", ("score",), ("topk",), ("text",), True),
+        ("engine", ("score",), (), ("text",), False),
+    ],
+)
+def test_who_owes_an_observable(
+    kind: str, needs: tuple[str, ...], declared: tuple[str, ...], shown: tuple[str, ...], free: bool
+) -> None:
+    assert need_not_show(kind, needs, declared, shown) is free
 
 
 def test_the_case_to_look_at_is_the_one_that_shows_sites() -> None:

@@ -308,6 +308,23 @@ def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
     assert made.flags["other sign"] and not made.flags["zero"]
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(["a"], "1"), (["a", "b"], "2"), (["a", "b", "c"], "3"), (["a"] * 9, "3")])
+def test_a_pattern_holds_on_how_many_ranks_it_is(ranks: list[str], said: str) -> None:
+    (one, *_) = red("RT04")
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "ranks": ranks}}])
+    assert made.choices["ranks"] == said
+
+
+def test_a_pattern_holds_how_far_the_largest_error_stands_out() -> None:
+    """As read from a file, where equal texts are different objects; of the first divergent operation alone."""
+    (_, sites) = red("RT04")
+    place, other = sites["divergence"]["site"], "layer.1.attn.q"
+    values = [measured("site.rms", 0.5, place), measured("site.max", 50.0, place)]
+    values += [measured("site.rms", 0.5, other), measured("site.max", 0.6, other)]
+    made = pattern_of(json.loads(json.dumps([{**sites, "measurements": values}])))
+    assert made.numbers["peak"] == pytest.approx(2.0)
+
+
 def test_one_operation_off_in_many_layers_is_one_measurement_as_in_a_row() -> None:
     """A row of the matrix keeps the first of each kind; so does what is compared with it."""
     (_, sites) = red("AT25")

@@ -19,6 +19,7 @@ from pytest_adapt.sites import layer_of
 from pytest_adapt.verdict.budget import MAX_FACTOR, SITE_QUANTILE, Comparison, Rows, ulp
 from pytest_adapt.verdict.judge import Judge
 from pytest_adapt.verdict.localise import SiteView, _unsure, compare_sites, error_scale, farthest
+from pytest_adapt.verdict.result import Divergence, Measurement
 
 MODELS = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -393,6 +394,28 @@ def test_groups_that_the_rule_drops_are_illegal(bench: Any) -> None:
     judge = judged(model, model.answer(tokens, "bf16", replay={**run.ids, layer: ids}), tokens, "bf16")
     assert judge.divergence is not None
     assert (judge.divergence.site, judge.divergence.position) == (f"layer.{layer}.moe.router.ids", 5)
+
+
+def test_of_what_passed_the_tightest_site_is_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, uses = bench("llama-odd"), dict[str, float]()
+    tokens = model.tokens(5)
+
+    def judge(self: SiteView, widen: float) -> list[tuple[Measurement, None]]:
+        uses[self.name] = len(uses) * 7 % 11 / 12
+        return [
+            (Measurement("site.max", uses[self.name], 1.0, True, "taps", self.prompt, None, self.name, 1, ""), None)
+        ]
+
+    monkeypatch.setattr(SiteView, "judge", judge)
+    (told,) = judged(model, model.answer(tokens, "fp32"), tokens, "fp32").measurements
+    assert told.value == max(uses.values()) and list(uses)[-1] != told.site
+
+
+def test_a_divergence_says_expert_and_ranks_where_there_are_any() -> None:
+    where = Divergence("layer.1.moe.experts.gate", 3, "1", "2", 2.0, 1.0, "p", 1)
+    assert str(where).startswith("layer.1.moe.experts.gate, position 3: got 1, expected 2 (error 2, budget 1)")
+    whole = dataclasses.replace(where, expert=0, ranks=("rank 1 (ep1)",), step="decode")
+    assert str(whole).startswith("layer.1.moe.experts.gate, position 3, expert 0, rank 1 (ep1), decode: got 1")
 
 
 def test_rows_of_zeros_have_a_scale_of_one() -> None:
