@@ -400,7 +400,9 @@ def test_a_closed_form_records_questions_borders_and_the_last_token(models_root:
 def test_another_target_as_reference_errs_as_much_as_the_one_that_is_judged(live: OracleReference, tokens: Any) -> None:
     sequence = tokens(12)
     shown = Response("r", 12, logits=np.asarray(live.oracle.run(sequence).logits))
-    found = TargetReference("other", lambda sent: shown, "bf16", 331, live).record("p", sequence)
+    other = TargetReference("other", lambda sent: shown, "bf16", 331, live)
+    assert other.oracle is live.oracle and TargetReference("other", lambda sent: shown, "bf16", 331).oracle is None
+    found = other.record("p", sequence)
     exact = live.record("p", sequence)
     assert np.allclose(found.next_logprob, exact.next_logprob, equal_nan=True)
     assert np.array_equal(found.topk_ids, exact.topk_ids)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_adapt.matrix import LEAST_CONTEXT, RESERVE, Matrix
+from pytest_adapt.matrix import LEAST_CONTEXT, RESERVE, Mark, Matrix
 
 if TYPE_CHECKING:
     from conftest import Folder
@@ -29,6 +30,15 @@ def test_a_models_contexts_are_its_own(model: str, longest: int, floor: int) -> 
     name = "".join([model])  # another object of the same text
     assert matrix.max_context(name) == max(longest, LEAST_CONTEXT) + RESERVE
     assert matrix.floor(name, longest) == floor
+
+
+def test_a_test_of_the_first_model_gets_all_its_rows() -> None:
+    """And those of no other, whichever object holds a name."""
+    rows = [("".join([name]), "single", precision, 64) for name in ("b", "a") for precision in ("fp32", "bf16")]
+    named = {name: SimpleNamespace(shape_class="odd") for name in ("a", "b")}
+    matrix = Matrix(None, named, {}, tuple(rows))  # type: ignore[arg-type]
+    values, ids = matrix.project(("model", "precision"), Mark(first=True))
+    assert values == [("b", "fp32"), ("b", "bf16")] and ids == ["b-fp32", "b-bf16"]
 
 
 def test_a_users_test_gets_only_the_axes_it_asks_for(folder: Folder, write: Write) -> None:

@@ -216,6 +216,8 @@ def test_a_run_that_left_the_lowest_rung_out_says_nothing_about_trust() -> None:
         "narrowed run: no rung was judged; says nothing about trust"
     )
     everything = [case(name, "pass") for name in RUNGS]
+    counted = climb([*everything, everything[0], case(RUNGS[0], "unknown", required=False)]).rungs
+    assert [dict(rung.counts) for rung in counted[:2]] == [{"pass": 2, "unknown": 1}, {"pass": 1}]
     assert climb(everything).trusted == 8 and climb(everything, narrowed=True).trusted == 0
     assert str(climb(everything[:2], narrowed=True)) == (
         "narrowed run: rung 1 (loads) green, rung 2 (correct) green; says nothing about trust"

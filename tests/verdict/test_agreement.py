@@ -78,6 +78,17 @@ def test_rows_are_matched_by_token_index(pair: Any) -> None:
     assert judge.failures()
 
 
+def test_tokens_that_differ_at_once_after_a_possible_flip_are_compared(pair: Any) -> None:
+    _, record, one, _ = pair("bf16")
+    emulation = record.emulation("bf16")
+    unsure = replace(record, errors={"bf16": replace(emulation, certified=np.zeros_like(emulation.certified))})
+    answers = [Response(name, 20, tokens=(token, 1)) for name, token in (("a", 3), ("b", 4))]
+    judge = Judge("bf16")
+    judge.agree("tokens", *answers, unsure)
+    (found,) = judge.measurements
+    assert found.ok and found.compared == 1 and "after a possible routing flip" in found.detail
+
+
 def test_an_answer_that_shows_no_rows_has_none_in_common(pair: Any) -> None:
     _, record, one, two = pair("fp32")
     assert common_rows(record, one, two).tolist() == list(range(60))
@@ -149,7 +160,7 @@ def test_any_bit_counts(pair: Any, what: str) -> None:
     assert judge.measurements[0].budget == 0.0
     judge.identical("twice", one, changed(one, what))
     (failed,) = judge.failures()
-    assert failed.metric == "identical"
+    assert (failed.metric, failed.value) == ("identical", 1.0)
     if what in ("logits", "taps", "zero sign", "score", "topk"):
         assert failed.position == 12
 
@@ -178,7 +189,7 @@ def test_nan_is_identical_to_itself_and_nothing_is_not(pair: Any) -> None:
     judge.identical("nan", same, replace(same, scores=same.scores.copy()))
     assert not judge.failures()
     judge.identical("less", one, only(one, "logits"))
-    assert "only one of the two" in judge.message()
+    assert "only one of the two" in judge.message() and judge.failures()[0].value == 1.0
     judge = Judge("fp32")
     judge.identical("nothing", Response("a", 3), Response("b", 3))
     assert judge.failures()[0].metric == "shown"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_adapt.sites import CHOICES
 from pytest_adapt.verdict.power import RecordCell, SiteBudget, site_budgets, weaknesses
 
 FAMILIES = ("qwen3-moe-odd", "mixtral-odd", "deepseek-v3-odd-pos", "llama-odd")
@@ -36,6 +37,7 @@ def test_a_budget_that_nobody_can_meet_and_one_that_everybody_does_are_refused(b
     """The bound itself has an edge on either side."""
     model, draw = bench("qwen3-moe-odd"), np.random.default_rng(7)
     sites = site_budgets(model.oracle, model.tokens(TOKENS), "fp32")
+    assert not [site.name for site in sites if site.name.endswith(tuple(CHOICES))], "chosen experts are no numbers"
     site = next(one for one in sites if one.name == "layer.0.attn.q")
     assert weaknesses(site, draw) == []
     (tight,) = [line for line in weaknesses(replace(site, widen=0.1), draw) if "cannot meet" in line]

@@ -306,6 +306,24 @@ def test_a_pattern_holds_how_many_times_too_large_a_value_is() -> None:
     made = pattern_of([{**one, "divergence": {**one["divergence"], "got": "-20", "expected": "0.2"}}])
     assert made.numbers["ratio"] == pytest.approx(2.0)
     assert made.flags["other sign"] and not made.flags["zero"]
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "got": "-0.1", "expected": "0.2"}}])
+    assert made.flags["other sign"]
+
+
+@pytest.mark.parametrize(
+    ("position", "border"), [(0, False), (1, True), (14, False), (15, True), (16, True), (17, True), (18, False)]
+)
+def test_a_pattern_holds_whether_it_is_at_the_border_of_a_page(position: int, border: bool) -> None:
+    (one, *_) = red("RT04")
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "position": position}}])
+    assert made.flags["border"] is border
+
+
+@pytest.mark.parametrize(("layer", "said"), [(0, "0"), (3, "3"), (4, "4"), (5, "4"), (30, "4")])
+def test_a_pattern_holds_the_layer_up_to_the_fourth(layer: int, said: str) -> None:
+    (one, *_) = red("RT04")
+    made = pattern_of([{**one, "divergence": {**one["divergence"], "site": f"layer.{layer}.attn.q"}}])
+    assert made.choices["layer"] == said
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(["a"], "1"), (["a", "b"], "2"), (["a", "b", "c"], "3"), (["a"] * 9, "3")])
@@ -323,6 +341,8 @@ def test_a_pattern_holds_how_far_the_largest_error_stands_out() -> None:
     values += [measured("site.rms", 0.5, other), measured("site.max", 0.6, other)]
     made = pattern_of(json.loads(json.dumps([{**sites, "measurements": values}])))
     assert made.numbers["peak"] == pytest.approx(2.0)
+    for alone in ([values[1]], [values[0], measured("site.other", 9.0, place)]):
+        assert "peak" not in pattern_of([{**sites, "measurements": alone}]).numbers, "of one of the two nothing follows"
 
 
 def test_one_operation_off_in_many_layers_is_one_measurement_as_in_a_row() -> None:

@@ -14,7 +14,7 @@ from pytest_adapt.models import catalogue, prompts
 from pytest_adapt.target.protocol import Response, TopK
 from pytest_adapt.verdict.budget import Comparison, Rows
 from pytest_adapt.verdict.judge import Judge
-from pytest_adapt.verdict.pooling import describe, judge_assumption, rows_of
+from pytest_adapt.verdict.pooling import cosine_gap, describe, judge_assumption, rows_of
 from pytest_adapt.verdict.result import Measurement
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -446,3 +446,12 @@ def test_text_beside_ids_is_one_of_their_readings(
     judge = Judge("fp32")
     judge.told("p", Response("0", 3, tokens, text=text), readings)
     assert [one.ok for one in judge.measurements] == ([] if ok is None else [ok])
+
+
+def test_the_angle_between_rows_is_told_from_their_distance_and_lengths() -> None:
+    """Where the projections are the whole of rows of known length and angle, nothing is estimated."""
+    one, two = np.zeros((2, 8)), np.zeros((2, 8))
+    one[:, 0] = 3.0 * math.sqrt(8)
+    two[0, 0], two[1, 1] = 5.0 * math.sqrt(8), 5.0 * math.sqrt(8)
+    views = [SimpleNamespace(projections=part, norm=np.full(2, size)) for part, size in ((one, 3.0), (two, 5.0))]
+    assert cosine_gap(*views) == pytest.approx([0.0, 1.0])  # type: ignore[arg-type]

@@ -172,6 +172,7 @@ def test_sign_flip_goes_through_all_signs() -> None:
 def test_student_quantiles_are_the_tabulated_ones(p: float, dof: float, t: float) -> None:
     assert student_quantile(p, dof) == pytest.approx(t, rel=1e-3 if dof == 2.5 else 1e-8)
     assert student_tail(student_quantile(p, dof), dof) == pytest.approx(1 - p, rel=1e-9)
+    assert (student_tail(math.inf, dof), student_tail(-math.inf, dof)) == (0.0, 1.0)
     assert student_quantile(1 - p, dof) == -student_quantile(p, dof)
 
 

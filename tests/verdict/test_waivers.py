@@ -121,8 +121,9 @@ def test_a_file_without_entries_is_well(tmp_path: Path) -> None:
     ("old", "new", "says"),
     [
         ('owner = "ana"\n', "", "waiver 1: owner is missing"),
-        ('owner = "ana"', 'owner = ""', "waiver 1: owner is empty"),
+        ('owner = "ana"', 'owner = ""', "waiver 1: owner is empty; say who or where"),
         ('owner = "ana"', 'owner = "  "', "waiver 1: owner is empty"),
+        ('cases = "b/*"', 'cases = ""', "waiver 2: cases is empty; say which cases"),
         ('owner = "ana"', "owner = 7", "waiver 1: owner must be text"),
         ('"https://example.org/2"', '""', "waiver 2: link is empty"),
         ("quota = 4", "quota = 0", "waiver 1: quota 0 lets nothing through"),
