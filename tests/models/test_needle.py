@@ -106,6 +106,23 @@ def test_what_is_written_after_the_last_token_counts_and_not_its_logits(root: Pa
 
 
 @pytest.mark.requirement(104)
+def test_of_an_answer_that_begins_late_only_its_own_rows_are_asked_about(needle: ModelEntry, root: Path) -> None:
+    reference = OracleReference(materialise(needle.name, root), needle.precisions, needle.name)
+    for recall in recalls(needle, CONTEXT):
+        record = ClosedReference(reference, needle).record(recall.name, recall.tokens)
+        first = recall.questions[-1].position
+        kept = [position for position in record.positions.tolist() if position >= first]
+        logits = np.zeros((len(recall.tokens) - first, needle.config["vocab_size"]), np.float32)
+        logits[np.array(kept) - first] = ClosedForm(needle).logits(recall.tokens, kept)
+        judge = Judge("fp32")
+        response = Response("0", len(recall.tokens), logits=logits, first_row=first)
+        judge.recalled(recall.name, response, recall, record)
+        shown = [one for one in recall.questions if one.answer >= 0 and one.position >= first]
+        counted = {one.metric: one.compared for one in judge.measurements}
+        assert counted.get("needles", 0) == len(shown), judge.message()
+
+
+@pytest.mark.requirement(104)
 @pytest.mark.parametrize("context", [1024, 4096, 16384])
 def test_the_answer_to_every_question_is_its_needle(needle: ModelEntry, context: int) -> None:
     form = ClosedForm(needle)

@@ -428,6 +428,15 @@ def test_a_divergence_says_which_error_it_is() -> None:
     assert "rms of all rows, each relative to the row" in one.note and "largest error, relative to the row" in two.note
 
 
+@pytest.mark.parametrize(("position", "step"), [(5, "prefill"), (6, "decode"), (7, "decode")])
+def test_the_row_after_the_prompt_is_the_first_of_decode(position: int, step: str) -> None:
+    own = np.linspace(1.0, 2.0, 32).reshape(8, 4)
+    value = own.copy()
+    value[position] *= 2
+    found = SiteView("p", "layer.0.attn.out", value, own, own * (1 + 1e-6), "fp32", None, 6).judge(1.0)
+    assert [(one.position, one.step) for _, one in found if one is not None] == [(position, step)] * 2
+
+
 def test_by_how_much_roundings_that_nobody_emulates_widen() -> None:
     """One for a fused operation, which shows a rounded copy; one for what attention passes through."""
     found = {
