@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_adapt.open_target import OpenTarget
@@ -63,7 +62,7 @@ def _tapped(target: OpenTarget) -> Iterator[OpenTarget]:
     """The item's deployments with every site tapped, the plain one first."""
     for deployment in target.deployments():
         try:
-            yield target.variant(replace(deployment, taps=("*",)))
+            yield target.variant(deployment).tapped()
         except (Verdict, Fatal):
             continue
 

@@ -175,6 +175,10 @@ class OpenTarget:
             self._variants[deployment] = OpenTarget(self._host, deployment, self._mark)
         return self._variants[deployment]
 
+    def tapped(self) -> OpenTarget:
+        """The same deployment with every site tapped, opened in place of this one when it is asked something."""
+        return self.variant(replace(self._deployment, taps=("*",)))
+
     def answer_to(self, tokens: Iterable[int]) -> Response | None:
         """The last teacher-forced answer to a prompt in this item."""
         return self._scored.get(tuple(tokens))

@@ -1,9 +1,10 @@
 """Write a Hugging Face checkpoint (Llama, Mixtral, Qwen3-MoE) as GGUF for llama.cpp, exactly.
 
-    python to_gguf.py CHECKPOINT_DIR OUT.gguf [--type f32|bf16]
+    python to_gguf.py CHECKPOINT_DIR OUT.gguf [--type f32|bf16|q8_0]
 
 Needs numpy alone. Weights keep their values: bf16 to F32 is exact, and one-dimensional tensors and routers are
-always F32, as llama.cpp expects. Tokenizers: byte-level BPE, and the conformance models' one character per token.
+always F32, as llama.cpp expects. q8_0 rounds each block of 32 values to a scale of its own, as llama.cpp's quantiser
+does. Tokenizers: byte-level BPE, and the conformance models' one character per token.
 Layout of the file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 3).
 """
 
@@ -22,7 +23,9 @@ import numpy as np
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 U32, I32, F32_VALUE, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
-GGML_F32, GGML_BF16 = 0, 30
+GGML_F32, GGML_Q8_0, GGML_BF16 = 0, 8, 30
+KINDS = {"f32": GGML_F32, "bf16": GGML_BF16, "q8_0": GGML_Q8_0}
+BLOCK = 32  # values that share a scale in Q8_0
 NORMAL, UNUSED, USER_DEFINED = 1, 5, 4
 ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
@@ -217,15 +220,29 @@ def frequency_factors(config: dict[str, Any]) -> np.ndarray | None:
 
 
 def kind_of(name: str, value: np.ndarray, wanted: int) -> int:
+    if wanted == GGML_Q8_0 and value.shape[-1] % BLOCK:
+        raise SystemExit(f"{name}: rows of {value.shape[-1]} values have no whole blocks of {BLOCK}, which q8_0 takes")
     return GGML_F32 if value.ndim == 1 or "ffn_gate_inp" in name else wanted
 
 
 def encoded(value: np.ndarray, kind: int) -> bytes:
     if kind == GGML_F32:
         return np.ascontiguousarray(value, "<f4").tobytes()
+    if kind == GGML_Q8_0:
+        blocks = np.ascontiguousarray(value, np.float32).reshape(-1, BLOCK)
+        scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+        whole = np.rint(np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)).astype(np.int8)
+        return np.hstack([scale.astype("<f2").view(np.int8), whole]).tobytes()
     bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
     return rounded.astype("<u2").tobytes()
+
+
+def size_of(value: np.ndarray, kind: int) -> int:
+    """Bytes of `encoded`."""
+    if kind == GGML_Q8_0:
+        return value.size // BLOCK * (2 + BLOCK)
+    return value.size * (4 if kind == GGML_F32 else 2)
 
 
 def write_string(file: BinaryIO, text: str) -> None:
@@ -267,8 +284,7 @@ def convert(directory: Path, out: Path, wanted: int) -> None:
             write_string(file, name)
             file.write(struct.pack("<I", value.ndim) + struct.pack(f"<{value.ndim}Q", *reversed(value.shape)))
             file.write(struct.pack("<IQ", kind, offset))
-            size = value.size * (4 if kind == GGML_F32 else 2)
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            offset += -(-size_of(value, kind) // ALIGNMENT) * ALIGNMENT
         for name, value in contents:
             file.write(bytes(-file.tell() % ALIGNMENT))
             file.write(encoded(value, kind_of(name, value, wanted)))
@@ -280,6 +296,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--type", choices=sorted(KINDS), default="f32")
     arguments = parser.parse_args()
-    convert(arguments.checkpoint, arguments.out, GGML_F32 if arguments.type == "f32" else GGML_BF16)
+    convert(arguments.checkpoint, arguments.out, KINDS[arguments.type])

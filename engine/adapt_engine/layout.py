@@ -15,6 +15,7 @@ from itertools import islice
 
 from .config import DenseSpec, ModelSpec, MoESpec
 from .errors import LayoutError
+from .weights.parameters import Axis, segment_along
 
 __all__ = ["Layout", "check", "span"]
 
@@ -98,14 +99,15 @@ def span(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < longer)
 
 
-def check(spec: ModelSpec, layout: Layout) -> None:
+def check(spec: ModelSpec, layout: Layout, *, whole_segments: bool = False) -> None:
     """Raises LayoutError where a model cannot be laid out so; the message names the nearest layouts that can.
 
     Query heads divide by tp. KV heads divide by tp, or tp divides by them and each is held whole by several ranks,
     so that a query head always finds its own beside it. Layers, experts, feed-forward and vocabulary rows may be
-    uneven, but no rank goes without.
+    uneven, but no rank goes without. ``whole_segments`` (mode strict): nor without a whole segment of the feed-forward
+    rows, in the canonical order of accumulation.
     """
-    broken = next(_broken(spec, layout), None)
+    broken = next(_broken(spec, layout, whole_segments), None)
     if broken is None:
         return
     axis, rule = broken
@@ -114,7 +116,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     # No size beyond the limit is legal: one far above it must not be walked down from.
     for sizes in (range(min(size - 1, limit), 0, -1), range(size + 1, limit + 1)):
         others = _resized(layout, axis, sizes)
-        near += [str(other) for other in islice((one for one in others if not any(_broken(spec, one))), 1)]
+        near += [
+            str(other) for other in islice((one for one in others if not any(_broken(spec, one, whole_segments))), 1)
+        ]
     raise LayoutError(f"layout {layout}: {rule}; nearest legal: {', '.join(near) or 'single'}")
 
 
@@ -135,7 +139,17 @@ def _resized(layout: Layout, axis: str, sizes: Iterable[int]) -> Iterator[Layout
             continue
 
 
-def _broken(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+def _segments(rows: int, cut: str, ranks: int) -> str | None:
+    """The rule that is broken where ranks cannot have a whole segment each of the feed-forward rows that they share."""
+    segment = segment_along(Axis(cut, rows), rows) if rows else 1
+    count = -(-rows // segment)
+    if not 0 < count < ranks:
+        return None
+    what = "rows of an expert" if cut == "expert_inter" else "feed-forward rows"
+    return f"mode strict adds {rows} {what} up in {count} segments of {segment}, too few for {ranks} ranks"
+
+
+def _broken(spec: ModelSpec, layout: Layout, whole_segments: bool = False) -> Iterator[tuple[str, str]]:
     """(axis, rule) of everything that does not fit."""
     if layout.pp > len(spec.layers):
         yield "pp", f"{len(spec.layers)} layers cannot fill {layout.pp} stages"
@@ -151,6 +165,10 @@ def _broken(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         dense = ffn.inter if isinstance(ffn, DenseSpec) else ffn.shared_inter
         if 0 < dense < layout.tp:
             yield "tp", f"{dense} feed-forward rows cannot fill {layout.tp} ranks"
+        if whole_segments and (rule := _segments(dense, "inter", layout.tp)):
+            yield "tp", rule
+        if whole_segments and isinstance(ffn, MoESpec) and (rule := _segments(ffn.inter, "expert_inter", layout.etp)):
+            yield "etp", rule
         if isinstance(ffn, MoESpec):
             if ffn.experts < layout.ep:
                 yield "ep", f"{ffn.experts} experts cannot fill {layout.ep} ranks"

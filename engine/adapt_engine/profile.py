@@ -20,7 +20,7 @@ from .errors import EngineError
 from .kernels import native
 from .kernels.packed import SEGMENT, PackedMatrix
 
-__all__ = ["Shape", "Use", "profile_kernels"]
+__all__ = ["Shape", "Use", "measured_limits", "profile_kernels"]
 
 _TURNS = 1_000_000
 _FORMATS = {"fp32": 0, "bf16": 1, "int8": 3}
@@ -71,10 +71,7 @@ def profile_kernels(rounds: int = 7, shape: Shape = Shape()) -> tuple[dict[str, 
 
     Raises EngineError where the native kernels are not built.
     """
-    module = native.load()
-    if module is None:
-        raise EngineError("adapt-engine profile: the native kernels are not built; install with a C++ compiler")
-    level = native.level_of(module)
+    module, level = _module()
     limits = list(_limits(module, level))
     cases = [*_products(module, level, shape), *_routed(module, level, shape)]
     times: dict[str, list[float]] = {case.name: [] for case in (*limits, *cases)}
@@ -93,6 +90,19 @@ def profile_kernels(rounds: int = 7, shape: Shape = Shape()) -> tuple[dict[str, 
         )
         for case in cases
     ]
+
+
+def measured_limits(rounds: int = 5) -> dict[str, float]:
+    """The limits of `profile_kernels` alone: "read" in GB/s, formats in GFLOP/s. Raises EngineError as it does."""
+    cases = list(_limits(*_module()))
+    return {case.name: case.work / statistics.median(_seconds(case.run) for _ in range(rounds)) / 1e9 for case in cases}
+
+
+def _module() -> tuple[ModuleType, int]:
+    module = native.load()
+    if module is None:
+        raise EngineError("adapt-engine profile: the native kernels are not built; install with a C++ compiler")
+    return module, native.level_of(module)
 
 
 def _seconds(run: Callable[[], object], least: float = 0.05) -> float:

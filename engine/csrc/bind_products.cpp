@@ -23,18 +23,20 @@ adapt::Input rows_for(const char *name, const Constant &x, const adapt::Matrix &
     return found;
 }
 
+adapt::Type bias_type_of(const Optional &bias, const adapt::Matrix &matrix) {
+    if (!bias) return adapt::Type::f32;
+    if (bias->ndim() != 1 || bias->shape(0) != matrix.columns || (bias->shape(0) > 1 && bias->stride(0) != 1))
+        refuse("bias", "must be one dense row of " + std::to_string(matrix.columns) + " elements");
+    return type_of("bias", *bias);
+}
+
 void linear(const Constant &x, const Weights &weights, std::size_t index, const Optional &bias, const Array &out,
             int level) {
     const adapt::Matrix matrix = weights.at(index);
     const adapt::Input in = rows_for("x", x, matrix);
     const adapt::Output to = output_of(out);
     if (out.shape(0) != in.rows || out.shape(1) != matrix.columns) refuse("out", "shape does not fit");
-    adapt::Type bias_type = adapt::Type::f32;
-    if (bias) {
-        if (bias->ndim() != 1 || bias->shape(0) != matrix.columns || (bias->shape(0) > 1 && bias->stride(0) != 1))
-            refuse("bias", "must be one dense row of " + std::to_string(matrix.columns) + " elements");
-        bias_type = type_of("bias", *bias);
-    }
+    const adapt::Type bias_type = bias_type_of(bias, matrix);
     const adapt::Kernels kernels = kernels_at(level);
     nb::gil_scoped_release released;
     adapt::Scratch::Scope scratch;
@@ -44,6 +46,60 @@ void linear(const Constant &x, const Weights &weights, std::size_t index, const 
         kernels.rows.widen(bias_type, bias->data(), wide, matrix.columns);
     }
     adapt::linear(kernels, in, matrix, wide, to);
+}
+
+// Of int8, the largest magnitude of each of ``rows`` rows; null for other formats.
+const float *largest_of(const Optional &largest, std::size_t rows, const adapt::Matrix &matrix) {
+    if (!matrix.scales) return nullptr;
+    if (!largest || largest->ndim() != 1 || largest->dtype() != nb::dtype<float>() || largest->shape(0) != rows ||
+        (rows > 1 && largest->stride(0) != 1))
+        refuse("largest", "must be one dense row of float32 for an int8 matrix, one for each row");
+    return static_cast<const float *>(largest->data());
+}
+
+void linear_sums(const Constant &x, const Weights &weights, std::size_t index, const Constant &ranges,
+                 const Optional &largest, const Array &out, int level) {
+    const adapt::Matrix matrix = weights.at(index);
+    const adapt::Input in = rows_for("x", x, matrix);
+    if (ranges.ndim() != 2) refuse("ranges", "must have two columns");
+    const std::size_t count = ranges.shape(0);
+    const std::int64_t *given = dense_of<std::int64_t>("ranges", ranges, count, 2);
+    const auto depth = static_cast<std::int64_t>(matrix.depth), segment = static_cast<std::int64_t>(matrix.segment);
+    std::vector<adapt::Range> chosen;
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::int64_t first = given[2 * i], last = given[2 * i + 1];
+        if (first < 0 || first >= last || last > depth || first % segment || (last < depth && last % segment))
+            refuse("ranges", "must lie within the depth, from one border of a segment to another");
+        chosen.push_back({static_cast<std::size_t>(first), static_cast<std::size_t>(last)});
+    }
+    const adapt::Output to = output_of(out);
+    if (to.type != adapt::Type::f32 || out.shape(0) != count * in.rows || out.shape(1) != matrix.columns ||
+        (out.shape(0) > 1 && to.stride != matrix.columns))
+        refuse("out", "must be dense float32, a row for each range and row of x");
+    const float *whole = largest_of(largest, in.rows, matrix);
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    adapt::linear_sums(kernels, in, matrix, chosen.data(), count, whole, static_cast<float *>(to.data));
+}
+
+void linear_finish(const Constant &sums, const Weights &weights, std::size_t index, const Optional &largest,
+                   const Optional &bias, const Array &out, int level) {
+    const adapt::Matrix matrix = weights.at(index);
+    const std::size_t rows = sums.ndim() ? sums.shape(0) : 0;
+    const float *given = dense_of<float>("sums", sums, rows, matrix.columns);
+    const adapt::Output to = output_of(out);
+    if (out.shape(0) != rows || out.shape(1) != matrix.columns) refuse("out", "shape does not fit");
+    const adapt::Type bias_type = bias_type_of(bias, matrix);
+    const float *whole = largest_of(largest, rows, matrix);
+    const adapt::Kernels kernels = kernels_at(level);
+    nb::gil_scoped_release released;
+    adapt::Scratch::Scope scratch;
+    float *wide = nullptr;
+    if (bias) {
+        wide = scratch.take<float>(matrix.columns);
+        kernels.rows.widen(bias_type, bias->data(), wide, matrix.columns);
+    }
+    adapt::linear_finish(kernels, given, rows, matrix, whole, wide, to);
 }
 
 void check_ids(const std::int64_t *ids, std::size_t count, std::size_t experts) {
@@ -215,12 +271,19 @@ void bind_products(nb::module_ &m) {
                       std::size_t>(),
              nb::arg("storage").noconvert(), nb::arg("scales").noconvert().none(), nb::arg("format"), nb::arg("count"),
              nb::arg("columns"), nb::arg("depth"), nb::arg("segment"))
-        .def("pack", &Weights::pack, nb::arg("source").noconvert(), nb::arg("index"))
+        .def("pack", &Weights::pack, nb::arg("source").noconvert(), nb::arg("index"),
+             nb::arg("largest").noconvert().none() = nb::none())
         .def("unpack", &Weights::unpack, nb::arg("index"), nb::arg("ids").noconvert().none(),
              nb::arg("out").noconvert());
     m.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weights"), nb::arg("index"),
           nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("level"),
           "out[T, columns] = x[T, depth] times matrix ``index``, plus bias[columns]; rounded once.");
+    m.def("linear_sums", &linear_sums, nb::arg("x").noconvert(), nb::arg("weights"), nb::arg("index"),
+          nb::arg("ranges").noconvert(), nb::arg("largest").noconvert().none(), nb::arg("out").noconvert(),
+          nb::arg("level"), "out[R * T, columns]: the product over each range of depth, neither scaled nor rounded.");
+    m.def("linear_finish", &linear_finish, nb::arg("sums").noconvert(), nb::arg("weights"), nb::arg("index"),
+          nb::arg("largest").noconvert().none(), nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(),
+          nb::arg("level"), "out[T, columns] of whole sums[T, columns]: scales, bias, and one rounding.");
     m.def("expert_rows", &expert_rows, nb::arg("x").noconvert(), nb::arg("ids").noconvert(), nb::arg("gate"),
           nb::arg("up"), nb::arg("down"), nb::arg("out").noconvert(), nb::arg("level"),
           "out[T * k, h]: row t of x through expert ids[t, k].");

@@ -1,5 +1,7 @@
 #include "linear.h"
 
+#include <cstring>
+
 #include "pool.h"
 
 namespace adapt {
@@ -27,7 +29,7 @@ constexpr std::size_t few = 8;
 }  // namespace
 
 Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std::size_t count, const Matrix &matrix,
-                 Scratch::Scope &scratch) {
+                 Scratch::Scope &scratch, const float *largest) {
     if (direct(type, matrix.format)) return {rows, nullptr, nullptr};
     const std::size_t depth = matrix.depth, segments = matrix.segments();
     const bool whole = matrix.format == Format::i8;
@@ -47,8 +49,9 @@ Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std
             x[i] = own;
             if (whole) {
                 sums[i] = found + i * segments;
-                scales[i] = kernels.rows.quantise(type, rows[i], wide, reinterpret_cast<std::int8_t *>(own),
-                                                  found + i * segments, depth, matrix.segment);
+                scales[i] =
+                    kernels.rows.quantise(type, rows[i], wide, reinterpret_cast<std::int8_t *>(own),
+                                          found + i * segments, depth, matrix.segment, largest ? largest[i] : 0.0f);
             } else {
                 kernels.rows.widen(type, rows[i], reinterpret_cast<float *>(own), depth);
             }
@@ -95,6 +98,66 @@ void linear(const Kernels &kernels, const Input &x, const Product *products, std
 void linear(const Kernels &kernels, const Input &x, const Matrix &matrix, const float *bias, const Output &out) {
     const Product one{&matrix, bias, out};
     linear(kernels, x, &one, 1);
+}
+
+namespace {
+
+// Depth elements of a range as a matrix of its own, of which this panel may be read: within a panel depth runs
+// outside, so the range is one piece of it.
+Matrix depths_of(const Matrix &whole, Range range, std::size_t panel) {
+    Matrix part = whole;
+    part.depth = range.last - range.first;
+    const std::size_t before = panel * panel_columns * (whole.depth - part.depth) + whole.width(panel) * range.first;
+    part.data += before * element_bytes(whole.format);
+    return part;
+}
+
+// Bytes of an element of prepared rows.
+std::size_t prepared_bytes(Format format) { return format == Format::i8 ? 1 : format == Format::bf16 ? 2 : 4; }
+
+}  // namespace
+
+void linear_sums(const Kernels &kernels, const Input &x, const Matrix &matrix, const Range *ranges, std::size_t count,
+                 const float *largest, float *out) {
+    if (!x.rows || !count) return;
+    Scratch::Scope scratch;
+    const void **rows = scratch.take<const void *>(x.rows);
+    for (std::size_t i = 0; i < x.rows; ++i) rows[i] = x.row(i);
+    const Prepared ready = prepare(kernels, x.type, rows, x.rows, matrix, scratch, largest);
+    const void **from = scratch.take<const void *>(count * x.rows);
+    const std::int32_t **sums = ready.sums ? scratch.take<const std::int32_t *>(count * x.rows) : nullptr;
+    const std::size_t bytes = prepared_bytes(matrix.format);
+    for (std::size_t p = 0; p < count; ++p)
+        for (std::size_t i = 0; i < x.rows; ++i) {
+            from[p * x.rows + i] = static_cast<const char *>(ready.x[i]) + ranges[p].first * bytes;
+            if (sums) sums[p * x.rows + i] = ready.sums[i] + ranges[p].first / matrix.segment;
+        }
+    const std::size_t panels = matrix.panels(), units = count * panels, most = static_cast<std::size_t>(threads());
+    parallel(static_cast<int>(units < most ? units : most), [&](int part, int parts) {
+        const Range own = share(units, part, parts);
+        for (std::size_t unit = own.first; unit < own.last; ++unit) {
+            const std::size_t p = unit / panels, panel = unit % panels;
+            const Matrix depths = depths_of(matrix, ranges[p], panel);
+            const Prepared piece{from + p * x.rows, sums ? sums + p * x.rows : nullptr, nullptr};
+            each_tile(kernels, depths, panel, piece, Range{0, x.rows}, [&](std::size_t row, const float *found) {
+                std::memcpy(out + (p * x.rows + row) * matrix.columns + panel * panel_columns, found,
+                            matrix.width(panel) * sizeof(float));
+            });
+        }
+    });
+}
+
+void linear_finish(const Kernels &kernels, const float *sums, std::size_t rows, const Matrix &matrix,
+                   const float *largest, const float *bias, const Output &out) {
+    for (std::size_t i = 0; i < rows; ++i) {
+        float scale = 1.0f;
+        // As `quantise` does.
+        if (matrix.scales)
+            scale = (float_to_bits(largest[i]) & 0x7fffffffu) >= 0x7f800000u ? bits_to_float(0x7fc00000u)
+                                                                             : largest[i] / 127.0f;
+        kernels.rows.finish(out.type, sums + i * matrix.columns, matrix.scales, scale, bias, out.row(i),
+                            matrix.columns);
+    }
 }
 
 }  // namespace adapt

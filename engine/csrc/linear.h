@@ -15,8 +15,9 @@ struct Prepared {
 };
 
 // ``rows`` [count] of ``type``, valid while ``scratch`` is.
+// ``largest``: of each row, the largest magnitude elsewhere in it, where a row is a part of a longer one; or null.
 Prepared prepare(const Kernels &kernels, Type type, const void *const *rows, std::size_t count, const Matrix &matrix,
-                 Scratch::Scope &scratch);
+                 Scratch::Scope &scratch, const float *largest = nullptr);
 
 // Tiles that so many rows are cut into.
 inline std::size_t tiles_of(const Kernels &kernels, std::size_t rows) {

@@ -47,8 +47,8 @@ void unpack_column(const Matrix &matrix, std::size_t column, T *out) {
 }
 
 void quantise_column(const Matrix &matrix, std::size_t column, const float *source, unsigned char *packed,
-                     float *scales, unsigned char *bytes) {
-    std::uint32_t magnitude = 0;
+                     float *scales, unsigned char *bytes, float elsewhere) {
+    std::uint32_t magnitude = float_to_bits(elsewhere) & 0x7fffffffu;
     for (std::size_t k = 0; k < matrix.depth; ++k) {
         const std::uint32_t own = float_to_bits(source[k]) & 0x7fffffffu;
         magnitude = own > magnitude ? own : magnitude;
@@ -72,7 +72,8 @@ void dequantise_column(const Matrix &matrix, std::size_t column, float *out) {
 
 }  // namespace
 
-void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned char *packed, float *scales) {
+void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned char *packed, float *scales,
+          const float *largest) {
     parallel(threads(), [&](int part, int parts) {
         // Whole panels, so that no two threads write into one cache line.
         const Range range = share(matrix.panels(), part, parts);
@@ -92,7 +93,7 @@ void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned
                     pack_column<std::uint16_t, 1>(matrix, c, half, reinterpret_cast<std::uint16_t *>(packed));
                     break;
                 case Format::i8:
-                    quantise_column(matrix, c, wide, packed, scales, bytes.data());
+                    quantise_column(matrix, c, wide, packed, scales, bytes.data(), largest ? largest[c] : 0.0f);
             }
         }
     });

@@ -45,8 +45,10 @@ struct Matrix {
 };
 
 // Write ``source`` (rows of ``stride`` elements, one a column of the matrix, of the matrix's own format; int8 from
-// float32) into packed order. ``scales`` receives those of int8, computed from the largest magnitude of each column.
-void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned char *packed, float *scales);
+// float32) into packed order. ``scales`` receives those of int8, computed from the largest magnitude of each column; of
+// a column that is a part of a longer one, ``largest`` is that elsewhere in it (null where none is).
+void pack(const Matrix &matrix, const void *source, std::size_t stride, unsigned char *packed, float *scales,
+          const float *largest = nullptr);
 
 // The opposite: column ``ids[i]`` (all columns in order where null) to row i of ``out``.
 void unpack(const Matrix &matrix, const std::int64_t *ids, std::size_t count, void *out, std::size_t stride);

@@ -57,6 +57,18 @@ struct Product {
 // The same for matrices of one format, depth and segment, in one go.
 void linear(const Kernels &kernels, const Input &x, const Product *products, std::size_t count);
 
+struct Range;
+
+// The sums of several ranges of depth elements, each from one border of a segment to another, as they are before
+// scales, bias and rounding: out[(r * rows + i) * columns + c]. Matrix and x may be parts of longer ones: of int8,
+// ``largest`` is then the largest magnitude of each whole row (otherwise null, and not read).
+void linear_sums(const Kernels &kernels, const Input &x, const Matrix &matrix, const Range *ranges, std::size_t count,
+                 const float *largest, float *out);
+
+// What `linear` does with its sums [rows, columns]. ``largest``: of each row of its x; read of int8 only.
+void linear_finish(const Kernels &kernels, const float *sums, std::size_t rows, const Matrix &matrix,
+                   const float *largest, const float *bias, const Output &out);
+
 // Slot i is row i / slots of x through expert ids[i]: down(silu(gate(row)) * up(row)), to row i of out. Everything
 // that the separate ops round is rounded here too. ids must be checked.
 void expert_rows(const Kernels &kernels, const Input &x, const std::int64_t *ids, std::size_t count, std::size_t slots,

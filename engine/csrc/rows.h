@@ -22,9 +22,10 @@ struct RowKernels {
                   float scale, void *out, std::size_t width);
     void (*widen)(Type type, const void *x, float *out, std::size_t width);
     // To int8, symmetric, by the largest magnitude of the row; returns the scale (NaN where a value is not finite).
-    // sums: of each segment; wide: scratch for the row.
+    // sums: of each segment; wide: scratch for the row; least: largest magnitude elsewhere in a row of which this is a
+    // part, 0 where it is the whole.
     float (*quantise)(Type type, const void *x, float *wide, std::int8_t *out, std::int32_t *sums, std::size_t width,
-                      std::size_t segment);
+                      std::size_t segment, float least);
     // Sum of rows times weights in float32, in their order, rounded once.
     void (*combine)(Type type, const void *const *rows, const float *weights, std::size_t count, void *out,
                     std::size_t width);

@@ -163,8 +163,8 @@ void add_row(const T *a, const T *b, T *out, std::size_t width) {
 
 // Plain loops that every compiler turns into vectors: magnitudes are compared as integers, rounding is an addition.
 inline float quantise_row(const float *__restrict x, std::int8_t *__restrict out, std::int32_t *__restrict sums,
-                          std::size_t width, std::size_t segment) {
-    std::uint32_t largest = 0;
+                          std::size_t width, std::size_t segment, float least) {
+    std::uint32_t largest = float_to_bits(least) & 0x7fffffffu;
     for (std::size_t i = 0; i < width; ++i) {
         const std::uint32_t magnitude = float_to_bits(x[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
@@ -361,9 +361,9 @@ RowKernels kernels_over() {
         visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), out, width); });
     };
     k.quantise = [](Type type, const void *x, float *wide, std::int8_t *out, std::int32_t *sums, std::size_t width,
-                    std::size_t segment) {
+                    std::size_t segment, float least) {
         visit(type, [=](auto t) { widen_row<V>(as<decltype(t)>(x), wide, width); });
-        return quantise_row(wide, out, sums, width, segment);
+        return quantise_row(wide, out, sums, width, segment, least);
     };
     k.combine = [](Type type, const void *const *rows, const float *weights, std::size_t count, void *out,
                    std::size_t width) {

@@ -60,8 +60,12 @@ class Weights {
         return stack_[index];
     }
 
-    void pack(const Constant &source, std::size_t index) {
+    // ``largest``: of each column, the largest magnitude in what the source is a part of; int8 only.
+    void pack(const Constant &source, std::size_t index, const Optional &largest) {
         const adapt::Matrix one = at(index);
+        if (largest && (!scales_ || largest->ndim() != 1 || largest->dtype() != nb::dtype<float>() ||
+                        largest->shape(0) != one.columns || (one.columns > 1 && largest->stride(0) != 1)))
+            refuse("largest", "belongs to int8: one dense row of float32, one for each column");
         check_rows("source", source);
         if (source.shape(0) != one.columns || source.shape(1) != one.depth)
             refuse("source", "shape must be [" + std::to_string(one.columns) + ", " + std::to_string(one.depth) + "]");
@@ -69,7 +73,8 @@ class Weights {
         const std::size_t offset = static_cast<std::size_t>(one.data - data_);
         nb::gil_scoped_release released;
         adapt::pack(one, source.data(), static_cast<std::size_t>(source.stride(0)), data_ + offset,
-                    scales_ ? scales_ + index * one.columns : nullptr);
+                    scales_ ? scales_ + index * one.columns : nullptr,
+                    largest ? static_cast<const float *>(largest->data()) : nullptr);
     }
 
     void unpack(std::size_t index, const Optional &ids, const Array &out) const {

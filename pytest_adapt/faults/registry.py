@@ -150,6 +150,7 @@ def catalogue() -> Mapping[str, Fault]:
     """All faults by id, in the order of their ids."""
     from pytest_adapt.faults import (
         attention,
+        determinism,
         experts,
         layouts,
         leaks,
@@ -165,8 +166,8 @@ def catalogue() -> Mapping[str, Fault]:
     )
 
     modules: tuple[Any, ...] = (
-        *(attention, experts, layouts, leaks, long_context, norms, outputs, precision, rotary, routing, sampling),
-        *(scheduling, weights),
+        *(attention, determinism, experts, layouts, leaks, long_context, norms, outputs, precision, rotary, routing),
+        *(sampling, scheduling, weights),
     )
     entries: list[Fault] = [fault for module in modules for fault in module.FAULTS]
     found = {fault.id: fault for fault in sorted(entries, key=lambda fault: fault.id)}

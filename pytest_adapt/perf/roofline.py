@@ -2,7 +2,8 @@
 
 Bytes of a decode step: every weight that the step reads once, experts as many as the batch is expected to choose
 (E (1 - (1 - k / E)^B) of E at batch B), and the cached keys and values of each sequence. Operations of a prompt: two
-for each active parameter and token, and attention's products over the keys that each token sees.
+for each active parameter of the layers and token, two for each of the head once (what comes next is asked of the last
+token alone), and attention's products over the keys that each token sees.
 """
 
 from __future__ import annotations
@@ -68,14 +69,16 @@ def work(directory: Path, precision: str, prompt: int, batch: int) -> Work:
     structure = analyse(directory)
     value_bytes = BITS[precision] / 8
     weights: float = sum(part.params for part in outer_parts(structure) if part.used)
-    active: float = sum(part.used for part in outer_parts(structure))
+    head: float = sum(part.used for part in outer_parts(structure))
+    active = 0.0
     for layer in structure.layers:
         for part in layer_parts(structure, layer):
             active += part.used
             missed = (1.0 - part.used / part.params) ** batch if part.params else 0.0
             weights += part.params * (1.0 - missed)
     cached = kv_bytes(structure, prompt, precision) * batch
-    return Work(weights * value_bytes + cached, batch * (2.0 * active * prompt + _attention(structure, prompt)))
+    operations = 2.0 * (active * prompt + head) + _attention(structure, prompt)
+    return Work(weights * value_bytes + cached, batch * operations)
 
 
 def _attention(structure: Structure, prompt: int) -> float:

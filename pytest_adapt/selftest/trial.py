@@ -35,6 +35,7 @@ _LONGEST = 160
 """Characters of a text that is kept."""
 _NEEDLE_CONTEXT = 1024
 _OPERATORS = "operators"
+_REPEAT = "determinism/test_repeat.py"
 _CONTROL = fields({"statuses": named(text), "answers": named(text), "red": each(text), "seconds": real})
 
 Row = dict[str, Any]
@@ -75,7 +76,8 @@ def trial_of(fault: Fault, precision: str) -> Trial:
         suites = ("long_context", "stress") if fault.suite != "long_context" else ("long_context",)
         contexts = contexts or (_NEEDLE_CONTEXT,)
     else:
-        suites = ("correctness", "consistency", "determinism") if fault.layout == "single" else ("correctness",)
+        # Bits over batches, cuts and ranks are asked for in a mode of their own: of the faults that live there alone.
+        suites = ("correctness", "consistency", _REPEAT) if fault.layout == "single" else ("correctness",)
     if fault.suite not in suites:
         suites = (fault.suite, *suites)
     setting = Setting(model, fault.layout, precision, contexts, suites, fault="" if install else fault.id)
@@ -111,7 +113,7 @@ def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str]
 
 def _suites(suites: tuple[str, ...], column: str) -> tuple[str, ...]:
     """Bits are compared once: a weaker observable shows fewer of them."""
-    kept = tuple(suite for suite in suites if suite != "determinism" or column == "taps")
+    kept = tuple(suite for suite in suites if not suite.startswith("determinism") or column == "taps")
     return kept or suites
 
 

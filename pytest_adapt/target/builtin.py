@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["BuiltinTarget"]
 
 _FEATURES = {
+    "deterministic": (0, 1, 2),
     "load_audit": (1,),
     "max_waiting": (0, 4),
     "native": (0, 1),
@@ -42,6 +43,7 @@ _FEATURES = {
     "prefix_cache": (0, 1),
     "processes": (0, 1),
     "step_tokens": (0, 7, 16, 64),
+    "threads": (0, 1, 2),
 }
 _ROWS = frozenset({"logits", "score", "topk"})
 
@@ -79,9 +81,16 @@ class BuiltinTarget:
         calm_openmp()
         import torch
         from adapt_engine import Engine, EngineError, EngineOptions, LayoutError, __version__
+        from adapt_engine.kernels import native as kernels_of_build
 
-        threads = fair_threads()
+        threads = deployment.feature("threads") or fair_threads()
+        mode = "strict" if deployment.feature("deterministic") else self._settings.mode
         native = bool(deployment.feature("native", 1))
+        if deployment.feature("deterministic") and not (native and kernels_of_build.load()):
+            raise UnsupportedDeployment(
+                "feature deterministic: only the native kernels of the built-in engine keep one order of accumulation, "
+                f"and they are {'not built: install with a C++ compiler' if native else 'off'}"
+            )
         gloo = bool(deployment.feature("processes", int(self._settings.options.get("communicator") == "gloo")))
         if gloo and self.seams.installed:
             raise UnsupportedDeployment("ranks in processes: faults are put into this process; use virtual ranks")
@@ -96,7 +105,7 @@ class BuiltinTarget:
                 step_tokens=deployment.feature("step_tokens"),
                 max_waiting=deployment.feature("max_waiting"),
                 preemption=bool(deployment.feature("preemption", 1)),
-                mode=self._settings.mode,
+                mode=mode,
                 threads=threads,
                 native=native,
                 seed=deployment.seed,
@@ -125,11 +134,7 @@ class BuiltinTarget:
             name="adapt-engine",
             version=__version__,
             observables=frozenset({"taps", "logits", "score", "topk", "text"}),
-            features={
-                name: offered
-                for name, offered in _FEATURES.items()
-                if name != "processes" or not self.seams.installed  # faults are put into this process
-            },
+            features={name: offered for name, offered in _FEATURES.items() if name not in self._cannot(kernels)},
             max_context=deployment.max_context,
             vocab_size=self.engine.spec.vocab,
             sites=tuple(dict.fromkeys(re.sub(r"^layer\.\d+\.", "layer.*.", site) for site in self.engine.spec.sites())),
@@ -140,7 +145,7 @@ class BuiltinTarget:
                 "torch": torch.__version__,
                 "cpu": torch.backends.cpu.get_cpu_capability(),
                 "threads": str(threads),
-                "mode": self._settings.mode,
+                "mode": mode,
                 "ranks": f"{self.engine.layout.world}{' processes' if gloo else ''}",
                 "kernels": ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
                 "native_ops": " ".join(sorted(op for op, name in kernels.items() if name.startswith("native"))),
@@ -154,6 +159,13 @@ class BuiltinTarget:
                 "warnings": list(report.warnings),
             },
         )
+
+    def _cannot(self, kernels: Mapping[str, str]) -> set[str]:
+        """Features that this build, or this moment, does not have."""
+        reference = not any(name.startswith("native") for name in kernels.values())
+        # Only native kernels keep one order of accumulation; and faults are put into this process.
+        given = {"deterministic": reference, "processes": self.seams.installed}
+        return {name for name, cannot in given.items() if cannot}
 
     def run(self, requests: Iterable[Request]) -> Iterator[Response]:
         if self.engine is None:

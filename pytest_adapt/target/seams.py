@@ -33,6 +33,7 @@ _METHODS = {
     "executor.step": ("adapt_engine.runtime.executor", "LocalExecutor", "step"),
     "comm.all_gather": ("adapt_engine.comm.communicator", "Communicator", "all_gather"),
     "comm.all_reduce": ("adapt_engine.comm.communicator", "Communicator", "all_reduce"),
+    "comm.all_reduce_along": ("adapt_engine.comm.communicator", "Communicator", "all_reduce_along"),
     "comm.all_to_all": ("adapt_engine.comm.communicator", "Communicator", "all_to_all"),
     "comm.send": ("adapt_engine.comm.communicator", "Communicator", "send"),
     "comm.recv": ("adapt_engine.comm.communicator", "Communicator", "recv"),

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from pytest_adapt.sites import order_key
+from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
+from pytest_adapt.verdict.result import Divergence
 
-__all__ = ["contents", "dataflow_key", "first_difference", "observable_of", "size_of"]
+__all__ = ["contents", "dataflow_key", "first_difference", "observable_of", "site_difference", "size_of"]
+
+_TAPS = "taps."
 
 
 def contents(response: Response) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def contents(response: Response) -> dict[str, Any]:
             shown[name] = np.asarray(array)
     if response.topk is not None:
         shown["topk.ids"], shown["topk.logprobs"] = np.asarray(response.topk.ids), np.asarray(response.topk.logprobs)
-    return shown | {f"taps.{name}": np.asarray(value) for name, value in response.taps.items()}
+    return shown | {f"{_TAPS}{name}": np.asarray(value) for name, value in response.taps.items()}
 
 
 def first_difference(one: Any, two: Any, first_row: int, second_row: int) -> tuple[int | None, str] | None:
@@ -55,13 +58,34 @@ def first_difference(one: Any, two: Any, first_row: int, second_row: int) -> tup
     )
 
 
+def site_difference(what: str, name: str, one: np.ndarray, two: np.ndarray, position: int, row: int) -> Divergence:
+    """Where ``one`` leaves the bits of ``two`` first, at a site that both show, in ``row`` of the arrays."""
+    site = name.removeprefix(_TAPS)
+    got, expected = (np.ascontiguousarray(array[row]) for array in (one, two))
+    same = [array.view(np.uint8).reshape(*array.shape, array.itemsize) for array in (got, expected)]
+    element = tuple(int(index) for index in np.argwhere((same[0] != same[1]).any(axis=-1))[0])
+    return Divergence(
+        site=site,
+        layer=layer_of(site)[0],
+        position=position,
+        got=f"{got[element]:.9g}",
+        expected=f"{expected[element]:.9g}",
+        error=float(abs(np.float64(got[element]) - np.float64(expected[element]))),
+        budget=0.0,
+        prompt=what,
+        element=element,
+        note=f"element {list(element)}; the same bits were promised",
+    )
+
+
 def observable_of(name: str) -> str:
     head = name.split(".")[0]
     return {"tokens": "text", "finish": "text"}.get(head, head)
 
 
-def dataflow_key(name: str) -> tuple[int, int]:
-    return order_key(name.removeprefix("taps.")) if name.startswith("taps.") else (0, 0)
+def dataflow_key(name: str) -> tuple[int, int, int]:
+    """Sites in the order in which they are computed, then what comes of them."""
+    return (0, *order_key(name.removeprefix(_TAPS))) if name.startswith(_TAPS) else (1, 0, 0)
 
 
 def size_of(value: Any) -> int:

@@ -24,7 +24,14 @@ from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.gates import Evidence
-from pytest_adapt.verdict.identity import contents, dataflow_key, first_difference, observable_of, size_of
+from pytest_adapt.verdict.identity import (
+    contents,
+    dataflow_key,
+    first_difference,
+    observable_of,
+    site_difference,
+    size_of,
+)
 from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
 from pytest_adapt.verdict.matches import Matches, judge_matches, margin_below
 from pytest_adapt.verdict.pooling import (
@@ -270,7 +277,7 @@ class Judge:
         if not (one.keys() | two.keys()) - {"finish"}:
             self._broken(what, Problem("shown", "the two answers show nothing"))
             return
-        for name in sorted(one.keys() | two.keys(), key=lambda key: (key.startswith("taps."), dataflow_key(key))):
+        for name in sorted(sorted(one.keys() | two.keys()), key=dataflow_key):
             self.observables.add(observable_of(name))
             if name not in one or name not in two:
                 reason = f"{name} is shown by only one of the two answers"
@@ -280,6 +287,10 @@ class Judge:
             if problem is not None:
                 position, reason = problem
                 self._add("identical", 1.0, 0.0, False, observable_of(name), what, position, 1, f"{name}: {reason}")
+                if observable_of(name) == "taps" and position is not None:
+                    row = position - first.first_row
+                    found = site_difference(what, name, one[name], two[name], position, row)
+                    self._found(with_ranks(found, first))
                 return
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))

@@ -135,6 +135,14 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Feed-forward rows in eight segments or more, the last of them short: what mode strict needs for eight ranks.
+WIDE |= {
+    "qwen3_moe_eight": ("Qwen3MoeConfig", {**WIDE["qwen3_moe_wide"][1], "intermediate_size": 125}),
+    "deepseek_v3_eight": (
+        "DeepseekV3Config",
+        {**WIDE["deepseek_v3_wide"][1], "intermediate_size": 125, "moe_intermediate_size": 61, "num_hidden_layers": 3},
+    ),
+}
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 

@@ -6,6 +6,7 @@ Budgets are those of the arithmetic: a float32 sum of n products in any order is
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from adapt_engine.comm import Tree
 from adapt_engine.config import MoESpec
 from adapt_engine.kernels import KernelRegistry, native, reference
 from adapt_engine.kernels.packed import PackedMatrix, segment_of
 from adapt_engine.profile import Shape, profile_kernels
 from adapt_engine.weights.parameters import Axis, ParameterSpec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .test_kernels import BUILT, DTYPES, rounding_unit, spacing, spread
 
@@ -133,6 +137,54 @@ def test_segments_add_up_along_the_canonical_tree(
     half = 1 << max(0, (count - 1).bit_length() - 1)
     if count > 1:
         assert torch.equal(whole, share(0, half) + share(half, count))
+
+
+@pytest.mark.requirement(46, 51)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(("segment", "borders"), [(14, (0, 42, 98, 126)), (7, (0, 7, 14, 38)), (8, (0, 24, 40))])
+def test_shares_of_a_product_are_the_whole_product(
+    ops: Callable[[torch.dtype], Any], dtype: torch.dtype, quantised: bool, segment: int, borders: tuple[int, ...]
+) -> None:
+    """Ranks that know the magnitudes of whole rows add their sums along the tree, finish, and have all bits."""
+    torch.manual_seed(4)
+    depth, own = borders[-1], ops(dtype)
+    x, weight, bias = torch.randn(9, depth).to(dtype), torch.randn(130, depth).to(dtype), torch.randn(130).to(dtype)
+    whole = own.linear(x, packed(weight, segment, quantised=quantised), bias)
+    order = Tree(segment, borders)
+    rows, columns = x.abs().amax(-1).float(), weight.abs().amax(-1).float()
+    sums: dict[tuple[int, int], torch.Tensor] = {}
+    for first, stop, nodes, ranges in zip(borders, borders[1:], order.nodes, order.ranges, strict=False):
+        matrix = packed(weight[:, first:stop], segment, quantised=quantised, largest=columns if quantised else None)
+        sums |= zip(nodes, own.linear_sums(x[:, first:stop], matrix, ranges, rows), strict=True)
+    assert torch.equal(own.linear_finish(order.add(sums), matrix, bias, rows, dtype), whole)
+
+
+@pytest.mark.requirement(46)
+@given(ends=st.lists(st.integers(1, 9), min_size=1, max_size=6), last=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_nodes_are_the_largest_whole_subtrees(ends: list[int], last: int) -> None:
+    """They cover each member's run, no two of them could be one, and all of them add up to the canonical tree."""
+    edges = [0, *itertools.accumulate(ends)]
+    order = Tree(4, (*(4 * edge for edge in edges[:-1]), 4 * (edges[-1] - 1) + last))
+    leaves = [torch.randn(3) for _ in range(edges[-1])]
+    for (first, stop), nodes in zip(itertools.pairwise(edges), order.nodes, strict=True):
+        assert [one for node in nodes for one in range(*node)] == list(range(first, stop))
+        assert len(nodes) <= 2 * (stop - first).bit_length()
+    sums = {node: tree(leaves[slice(*node)]) for nodes in order.nodes for node in nodes}
+    assert torch.equal(order.add(sums), tree(leaves))
+
+
+def test_a_border_within_a_segment_is_refused() -> None:
+    for borders in ((0, 6, 16), (4, 8), (0, 8, 8, 16)):
+        with pytest.raises(ValueError, match="do not cut depth into runs of whole segments of 4"):
+            Tree(4, borders)
+    matrix = packed(torch.randn(5, 20), 8)
+    for given_ranges in ([[0, 4]], [[4, 16]], [[0, 21]], [[8, 8]]):
+        with pytest.raises(ValueError, match="ranges"):
+            matrix.module.linear_sums(
+                torch.randn(2, 20), matrix.handle, 0, torch.tensor(given_ranges), None, torch.empty(2, 5), 2
+            )
 
 
 @pytest.mark.requirement(51)

@@ -88,7 +88,7 @@ def test_without_a_fault_nothing_is_red(bench, model, layout, precision):
 
 def test_entries_are_well_formed():
     known = models()
-    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME", "LC", "SA", "SV", "PF")
+    kinds = ("WL", "RT", "AT", "RP", "NM", "PR", "EX", "PL", "SC", "ME", "LC", "SA", "SV", "PF", "DT")
     for fault in catalogue().values():
         assert fault.site in (*LAYER_SITES, "embed", "logits", ""), fault.id
         assert set(fault.models) <= set(known), fault.id

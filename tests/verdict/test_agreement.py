@@ -165,6 +165,23 @@ def test_any_bit_counts(pair: Any, what: str) -> None:
         assert failed.position == 12
 
 
+@pytest.mark.requirement(99)
+def test_of_sites_whose_bits_differ_the_first_is_the_divergence(pair: Any) -> None:
+    """In dataflow order, before what comes of them, with the element that left first."""
+    _, _, one, _ = pair("bf16")
+    other = changed(one, "logits")
+    other.taps = {name: value.copy() for name, value in one.taps.items()}
+    for name in ("layer.2.attn.out", "layer.1.ffn.norm", "final.norm"):
+        other.taps[name][7:, 3] = np.nextafter(other.taps[name][7:, 3], np.inf)
+    judge = Judge("bf16")
+    judge.identical("p: tp2 against one rank", replace(other, origin=lambda *where: ("rank 1",)), one)
+    found = judge.divergence
+    assert found is not None
+    assert (found.site, found.layer, found.position, found.element) == ("layer.1.ffn.norm", 1, 7, (3,))
+    assert found.ranks == ("rank 1",) and found.got != found.expected and found.error > found.budget == 0.0
+    assert "layer.1.ffn.norm: 53 of 60 rows differ in their bits, the first at token 7" in judge.message()
+
+
 def test_nan_is_identical_to_itself_and_nothing_is_not(pair: Any) -> None:
     _, _, one, two = pair("fp32")
     same = replace(one, scores=np.full(60, np.nan))

@@ -44,13 +44,13 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     def one(
         span: Span, queries: torch.Tensor, positions: torch.Tensor, read: Read
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys, values = step.cache.gather(layer, span.slots)
+        (keys, values), seen = step.past(layer, span)
         return read(
             queries,
             keys,
             values,
             q_positions=positions,
-            k_positions=span.positions,
+            k_positions=seen,
             scale=scale,
             window=spec.window,
         )

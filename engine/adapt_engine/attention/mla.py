@@ -45,10 +45,10 @@ def attend(step: Step, layer: int, spec: AttentionSpec, weights: Weights, x: tor
     def one(
         span: Span, queries: torch.Tensor, positions: torch.Tensor, read: Read
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        latents, turned = step.cache.gather(layer, span.slots)
+        (latents, turned), seen = step.past(layer, span)
         settings = {
             "q_positions": positions,
-            "k_positions": span.positions,
+            "k_positions": seen,
             "scale": scale,
             "window": spec.window,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .communicator import Call, Communicator
 from .ledger import Entry, Ledger, Traffic
 from .solo import SoloCommunicator
+from .tree import Tree
 from .virtual import VirtualWorld
 
-__all__ = ["Call", "Communicator", "Entry", "Ledger", "SoloCommunicator", "Traffic", "VirtualWorld"]
+__all__ = ["Call", "Communicator", "Entry", "Ledger", "SoloCommunicator", "Traffic", "Tree", "VirtualWorld"]

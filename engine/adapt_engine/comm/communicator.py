@@ -18,6 +18,7 @@ import torch
 from ..errors import EngineError
 from ..mesh import Group
 from .ledger import Entry, Ledger
+from .tree import Node, Tree
 
 __all__ = ["Call", "Communicator"]
 
@@ -75,6 +76,22 @@ class Communicator(ABC):
         for part in parts[1:]:
             total = total + part
         return total.to(dtype)
+
+    def all_reduce_along(self, sums: torch.Tensor, group: Group, tree: Tree) -> torch.Tensor:
+        """Sum [T, ...] along ``tree``, float32 and not rounded; this member brings its nodes' sums [n, T, ...].
+
+        A gather like `all_reduce`; what one rank computes alone has the same bits.
+        """
+        if sums.dtype != torch.float32:
+            raise EngineError(f"{self.name}: all_reduce_along takes float32 sums, got {_name(sums.dtype)}")
+        rows = sums.shape[1]
+        counts = tuple(len(nodes) * rows for nodes in tree.nodes)
+        call = Call("all_reduce", group, sums.dtype, tuple(sums.shape[2:]), counts)
+        parts = self._gather(call, sums.flatten(0, 1))
+        found: dict[Node, torch.Tensor] = {}
+        for nodes, part in zip(tree.nodes, parts, strict=True):
+            found.update(zip(nodes, part.view(len(nodes), rows, *call.row), strict=True))
+        return tree.add(found)
 
     def all_to_all(self, parts: Sequence[torch.Tensor], group: Group, counts: Sequence[int]) -> list[torch.Tensor]:
         """Member j receives ``parts[j]`` of every other: a tensor [counts[i], ...] from each member i."""

@@ -13,6 +13,13 @@ Ops (``engine.kernels_registry.wrap(op, wrapper)``; ``wrapper(call)`` returns th
     rms_norm(x, weight, eps) -> like x                     over the last axis; float32 inside
     linear(x, weight, bias) -> [T, out]                    weight [out, in] dtype, bias [out] or None
     linear_partial(x, weight, bias) -> float32 [T, out]    linear whose result is one summand of several ranks
+    linear_sums(x, weight, ranges, largest) -> float32 [n, T, out]
+                                                           linear over the depth elements of ranges int64 [n, 2], from
+                                                           one border of a segment to another, before scales and
+                                                           rounding; largest float32 [T]: magnitude of each whole row,
+                                                           of which x is a part, where weights are int8
+    linear_finish(sums, weight, bias, largest, dtype) -> [T, out]
+                                                           what linear makes of its whole sums float32 [T, out]
     head_linear(x, weight) -> float32 [T, H, out]          x [T, H, in], weight [H, out, in]: one matrix a head
     rope_tables(spec, positions) -> cos, sin               spec RopeSpec; float32 [T, dim / 2], angles in float64
     rope_apply(x, cos, sin, interleaved) -> [T, H, dim]    output pairs are (i, i + dim / 2) in either case
@@ -53,8 +60,8 @@ Other seams, methods to be replaced on the class or instance and put back:
     weights.shards.ShardPlan.piece(parameter, rank)        what a rank holds of a parameter; None where nothing
     weights.shards.ShardPlan.owners(experts)               ep rank of each expert
     comm.communicator.Communicator.all_gather(tensor, group, counts), all_reduce(partial, group, dtype),
-        all_to_all(parts, group, counts), send(tensor, group, to), recv(group, source, shape, dtype)
-                                                           of every rank; ``self.rank`` and ``self.name`` say which
+        all_reduce_along(sums, group, tree), all_to_all(parts, group, counts), send(tensor, group, to),
+        recv(group, source, shape, dtype)                  of every rank; ``self.rank`` and ``self.name`` say which
     kv.cache.PagedCache.write(layer, slots, rows)          rows: tuple of tensors, one per component of the group
     kv.cache.PagedCache.gather(layer, slots) -> rows
     kv.pool.BlockPool.allocate(page), share(block), free(block)

@@ -121,6 +121,31 @@ class _Kernels:
     def linear_partial(self, x: torch.Tensor, weight: Parameter, bias: torch.Tensor | None) -> torch.Tensor:
         return self._product(x, weight, bias, torch.float32)
 
+    def linear_sums(
+        self, x: torch.Tensor, weight: Parameter, ranges: torch.Tensor, largest: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = torch.empty((ranges.shape[0], x.shape[0], weight.shape[0]))
+        if out.numel():
+            matrix = _packed(self._module, weight)
+            rows = out.flatten(0, 1)
+            self._module.linear_sums(_rows(x), matrix.handle, matrix.index, ranges, largest, rows, self._level)
+        return out
+
+    def linear_finish(
+        self,
+        sums: torch.Tensor,
+        weight: Parameter,
+        bias: torch.Tensor | None,
+        largest: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if not isinstance(weight, PackedMatrix):
+            return reference.linear_finish(sums, weight, bias, largest, dtype)
+        out = torch.empty(sums.shape, dtype=dtype)
+        if out.numel():
+            self._module.linear_finish(_rows(sums), weight.handle, weight.index, largest, bias, out, self._level)
+        return out
+
     def router_logits(self, x: torch.Tensor, weight: Parameter) -> torch.Tensor:
         return self._product(x, weight, None, torch.float32)
 
@@ -307,6 +332,8 @@ def offers() -> list[Implementation]:
         "rope_apply": kernels.rope_apply,
         "linear": kernels.linear,
         "linear_partial": kernels.linear_partial,
+        "linear_sums": kernels.linear_sums,
+        "linear_finish": kernels.linear_finish,
         "router_logits": kernels.router_logits,
         "route": kernels.route,
         "combine": kernels.combine,

@@ -8,14 +8,15 @@ of rows, number of threads and rank that holds whole segments adds in that order
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from ..weights.parameters import ParameterSpec
+from ..comm.tree import Tree
+from ..weights.parameters import SEGMENT, ParameterSpec, segment_of
 
 __all__ = [
     "SEGMENT",
@@ -28,25 +29,8 @@ __all__ = [
     "storages_of",
 ]
 
-SEGMENT = 512
-"""Depth elements of a segment along an axis that no layout cuts."""
-_PARTS = 8
-_UNIT = 8
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8 = 3
-
-
-def segment_of(parameter: ParameterSpec) -> int:
-    """Elements of a canonical segment of the depth axis, of the unsharded tensor.
-
-    A head is a segment of what an output projection adds up; the axis of a feed-forward layer has about eight.
-    """
-    depth = parameter.shape[-1]
-    if parameter.cut is None or parameter.dimension != len(parameter.shape) - 1:
-        return SEGMENT
-    if parameter.cut.units < depth:
-        return depth // parameter.cut.units
-    return max(_UNIT, -(-depth // (_PARTS * _UNIT)) * _UNIT)
 
 
 class PackedMatrix:
@@ -57,12 +41,24 @@ class PackedMatrix:
     other way (a method, a slice, a torch function) gets the result for a copy in ordinary order, `dense`.
     """
 
-    __slots__ = ("dtype", "handle", "index", "module", "quantised", "scales", "segment", "shape", "storage")
+    __slots__ = ("dtype", "handle", "index", "module", "quantised", "scales", "segment", "shape", "storage", "tree")
 
     def __init__(
-        self, module: ModuleType, tensor: torch.Tensor, segment: int = SEGMENT, *, quantised: bool = False
+        self,
+        module: ModuleType,
+        tensor: torch.Tensor,
+        segment: int = SEGMENT,
+        *,
+        quantised: bool = False,
+        tree: Tree | None = None,
+        largest: torch.Tensor | None = None,
     ) -> None:
-        """Pack ``tensor`` [out, in] or [experts, out, in] of a dtype named above. ``segment``: see `segment_of`."""
+        """Pack ``tensor`` [out, in] or [experts, out, in] of a dtype named above. ``segment``: see `segment_of`.
+
+        ``tree``: how ranks add up what each has of the depth, None where that is all or order does not matter.
+        ``largest``: float32 like ``tensor`` without its last axis, the largest magnitude of each whole row, where a
+        quantised ``tensor`` has but a part of it.
+        """
         stack = tensor if tensor.dim() == 3 else tensor[None]
         count, columns, depth = stack.shape
         element = 1 if quantised else tensor.element_size()
@@ -71,6 +67,7 @@ class PackedMatrix:
         self.quantised = quantised
         self.segment = segment
         self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.tree = tree
         self.index = 0
         self.storage = torch.empty(stack.numel() * element, dtype=torch.uint8)
         self.scales = torch.empty((count, columns)) if quantised else None
@@ -78,7 +75,10 @@ class PackedMatrix:
         self.handle: Any = module.Weights(self.storage, self.scales, kind, count, columns, depth, segment)
         for at, one in enumerate(stack):
             rows = one if one.stride(-1) == 1 else one.contiguous()
-            self.handle.pack(rows.float() if quantised else rows, at)
+            if quantised and largest is not None:
+                self.handle.pack(rows.float(), at, largest.view(count, columns)[at])
+            else:
+                self.handle.pack(rows.float() if quantised else rows, at)
 
     def __len__(self) -> int:
         return int(self.shape[0])
@@ -174,10 +174,12 @@ def pack_parameters(
     expected: Iterable[ParameterSpec],
     tied: bool,
     quantise: bool,
+    trees: Mapping[str, Tree] | None = None,
+    largest: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Parameter]:
     """``parameters`` (buffer -> tensor) with every matrix packed; empties the given ones, one by one.
 
-    ``quantise``: as int8, where that concerns them.
+    ``quantise``: as int8, where that concerns them. ``trees`` and ``largest``, by buffer: see `PackedMatrix`.
     """
     packed = {one.buffer: one for one in expected if packable(one, tied)}
     found: dict[str, Parameter] = {}
@@ -185,7 +187,14 @@ def pack_parameters(
         tensor = parameters.pop(name)
         if name in packed and tensor.numel():
             one = packed[name]
-            found[name] = PackedMatrix(module, tensor, segment_of(one), quantised=quantise and quantisable(one))
+            found[name] = PackedMatrix(
+                module,
+                tensor,
+                segment_of(one),
+                quantised=quantise and quantisable(one),
+                tree=(trees or {}).get(name),
+                largest=(largest or {}).get(name),
+            )
         else:
             found[name] = tensor
     return found

@@ -50,6 +50,25 @@ def linear_partial(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
+def linear_sums(
+    x: torch.Tensor, weight: torch.Tensor, ranges: torch.Tensor, largest: torch.Tensor | None
+) -> torch.Tensor:
+    """`linear` over parts of the depth, before bias and rounding: float32 [n, T, out] for ``ranges`` int64 [n, 2]."""
+    parts = [linear_partial(x[:, first:last], weight[:, first:last], None) for first, last in ranges.tolist()]
+    return torch.stack(parts)
+
+
+def linear_finish(
+    sums: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What `linear` makes of its whole sums float32 [T, out]: bias added, rounded once to ``dtype``."""
+    return (sums if bias is None else sums + bias.float()).to(dtype)
+
+
 def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` for float16 on a CPU, where torch's own many-row product is several times slower than this."""
     if x.shape[0] == 1:
@@ -378,6 +397,8 @@ def offers() -> list[Implementation]:
         ("linear", linear, every - half, frozenset()),
         ("linear", linear_upcast, half, frozenset()),
         ("linear_partial", linear_partial, every, frozenset()),
+        ("linear_sums", linear_sums, every, frozenset()),
+        ("linear_finish", linear_finish, every, rowwise),
         ("head_linear", head_linear, every, frozenset()),
         ("rope_tables", rope_tables, every, rowwise),
         ("rope_apply", rope_apply, every, rowwise),

@@ -17,6 +17,8 @@ OPS: tuple[str, ...] = (
     "rms_norm",
     "linear",
     "linear_partial",
+    "linear_sums",
+    "linear_finish",
     "head_linear",
     "rope_tables",
     "rope_apply",
@@ -85,6 +87,8 @@ class Ops:
     rms_norm: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     linear_partial: Callable[..., torch.Tensor]
+    linear_sums: Callable[..., torch.Tensor]
+    linear_finish: Callable[..., torch.Tensor]
     head_linear: Callable[..., torch.Tensor]
     rope_tables: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_apply: Callable[..., torch.Tensor]

@@ -9,8 +9,9 @@ import torch
 
 from ..comm import Communicator
 from ..kernels import Ops
-from ..kernels.packed import Parameter
+from ..kernels.packed import PackedMatrix, Parameter
 from ..layout import span
+from ..mesh import Group
 from ..weights.shards import ShardPlan
 
 __all__ = ["Parallel"]
@@ -29,6 +30,7 @@ class Parallel:
         self.sp = mesh.group("sp", rank)
         self.pp = mesh.group("pp", rank)
         self.expert = mesh.group("expert", rank)
+        self.etp = mesh.group("etp", rank)
 
     @property
     def first_stage(self) -> bool:
@@ -47,8 +49,21 @@ class Parallel:
         """
         if self.tp.size == 1:
             return ops.linear(x, weight, bias)
+        tree = weight.tree if isinstance(weight, PackedMatrix) else None
+        if tree is not None:
+            largest = self.largest(x, weight, self.tp)
+            sums = ops.linear_sums(x, weight, tree.ranges[self.place.tp], largest)
+            return ops.linear_finish(self.comm.all_reduce_along(sums, self.tp, tree), weight, bias, largest, x.dtype)
         partial = ops.linear_partial(x, weight, bias if self.place.tp == 0 else None)
         return self.comm.all_reduce(partial, self.tp, x.dtype)
+
+    def largest(self, x: torch.Tensor, weight: Parameter, group: Group) -> torch.Tensor | None:
+        """Of each row of which members of ``group`` have some columns each, x [T, n] those of this rank: the largest
+        magnitude, float32 [T], by which int8 products scale the row. None where ``weight`` is not int8."""
+        if not (isinstance(weight, PackedMatrix) and weight.quantised):
+            return None
+        own = x.abs().amax(-1).float()
+        return torch.stack(self.comm.all_gather(own, group)).amax(0)
 
     def embedding(self, ops: Ops, table: Parameter, ids: torch.Tensor, vocab: int) -> torch.Tensor:
         """Rows [T, h] for ``ids`` [T], each from the tp rank whose part of the table has it.

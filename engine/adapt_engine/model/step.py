@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,8 @@ class Span:
     positions: torch.Tensor
     """int64 [n]: those positions; 0 .. known - 1 where the rank stores all."""
     known: int
+    held: tuple[torch.Tensor, ...] = ()
+    """int64: the positions that each rank of the sp group stores; empty where one rank stores all."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,34 @@ class Step:
         if spec not in self._tables:
             self._tables[spec] = self.ops.rope_tables(spec, self.positions)
         return self._tables[spec]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks gather keys and values and attend to all of them, rather than merge what each makes of its
+        own: mode strict, where a row is to be summed in the order of one rank."""
+        return self.ops.strict and self.parallel.sp.size > 1
+
+    def own(self, span: Span) -> slice:
+        """Which of this rank's rows belong to ``span``."""
+        if not self.rows.owned:
+            return slice(span.start, span.stop)
+        edges = torch.tensor([span.start, span.stop])
+        first, last = torch.searchsorted(self.rows.owned[self.parallel.place.sp], edges).tolist()
+        return slice(first, last)
+
+    def past(self, layer: int, span: Span) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Cached rows of ``span`` that its queries are to be held against, and their positions int64 [n]."""
+        rows = self.cache.gather(layer, span.slots)
+        if not self.gathers:
+            return rows, span.positions
+        packed = torch.cat([part.flatten(1) for part in rows], dim=1)
+        parts = self.parallel.comm.all_gather(packed, self.parallel.sp, [len(held) for held in span.held])
+        whole = torch.empty((span.known, packed.shape[1]), dtype=packed.dtype)
+        for held, part in zip(span.held, parts, strict=True):
+            whole[held] = part
+        widths = [math.prod(part.shape[1:]) for part in rows]
+        found = zip(torch.split(whole, widths, 1), rows, strict=True)
+        return tuple(one.reshape(-1, *part.shape[1:]) for one, part in found), torch.arange(span.known)
 
     @staticmethod
     def join(parts: list[torch.Tensor]) -> torch.Tensor:

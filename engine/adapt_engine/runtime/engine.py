@@ -21,8 +21,6 @@ from ..errors import CheckpointError, EngineError
 from ..families import read_config, spec_from_config
 from ..kv.pool import BlockPool
 from ..kv.prefix import PrefixCache
-from ..layout import Layout
-from ..mesh import Mesh
 from ..weights.loader import LoadReport
 from ..weights.shards import ShardPlan, check_cover
 from .assemble import Assembler, Drift
@@ -35,6 +33,7 @@ from .processes import ProcessExecutor
 from .requests import EngineOptions, SequenceRequest, SequenceResult, SequenceUpdate, problem_of
 from .scheduler import Scheduler, Sequence
 from .taps import TapRecorder
+from .worker import plan_of
 
 __all__ = ["Engine"]
 
@@ -112,7 +111,7 @@ class Engine:
         """
         options = options or EngineOptions()
         spec = spec_from_config(read_config(directory))
-        plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
+        plan = plan_of(spec, options)
         check_memory(plan, options)
         if options.threads:
             threads.use(options.threads)

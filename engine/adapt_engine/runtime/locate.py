@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..config import DenseSpec, MoESpec
-from ..layout import span
 from ..mesh import Place
+from ..weights.parameters import Axis
 from ..weights.shards import ShardPlan
 from .assemble import HEADS, INTER, KV_HEADS
 
@@ -40,33 +40,31 @@ def locate(
     owners = [mesh.at(pp=stage, dp=replica, sp=sp, tp=tp) for tp in range(layout.tp)]
     if layer >= 0 and expert is not None and local.startswith("moe.experts."):
         return tuple(place.rank for place in _experts(plan, layer, owners, expert, local, element))
-    units = _units(plan, layer, local) if element else 0
-    if not units:
+    cut = _cut(plan, layer, local) if element else None
+    if cut is None:
         return tuple(place.rank for place in owners)
-    return tuple(place.rank for place in owners if _holds(units, layout.tp, place.tp, element[0]))
+    return tuple(place.rank for place in owners if _holds(plan, cut, place.tp, element[0]))
 
 
-def _units(plan: ShardPlan, layer: int, local: str) -> int:
-    """How many units along the first index of a row tp ranks divide; 0 where each has the whole row."""
+def _cut(plan: ShardPlan, layer: int, local: str) -> Axis | None:
+    """What tp ranks divide along the first index of a row; None where each has the whole row."""
     spec = plan.spec
     if local == "logits":
-        return spec.vocab
+        return Axis("vocab", spec.vocab)
     if layer < 0:
-        return 0
+        return None
     attention, ffn = spec.layers[layer].attention, spec.layers[layer].ffn
     if local in HEADS:
-        return attention.heads
+        return Axis("heads", attention.heads)
     if local in KV_HEADS and attention.kind != "mla":
-        return attention.kv_heads
+        return Axis("kv_heads", attention.kv_heads)
     if local in INTER and isinstance(ffn, DenseSpec):
-        return ffn.inter
-    return 0
+        return Axis("inter", ffn.inter)
+    return None
 
 
-def _holds(units: int, parts: int, index: int, unit: int) -> bool:
-    if units < parts:
-        return index * units // parts == unit
-    start, stop = span(units, parts, index)
+def _holds(plan: ShardPlan, cut: Axis, index: int, unit: int) -> bool:
+    start, stop = plan.range_of(cut, cut.units, index)
     return start <= unit < stop
 
 
@@ -74,12 +72,12 @@ def _experts(
     plan: ShardPlan, layer: int, owners: Sequence[Place], expert: int, local: str, element: Sequence[int]
 ) -> Iterator[Place]:
     """Ranks that hold an expert for tokens of ``owners``; of divided experts the part that has the element."""
-    ffn, layout = plan.spec.layers[layer].ffn, plan.mesh.layout
+    ffn = plan.spec.layers[layer].ffn
     assert isinstance(ffn, MoESpec)
     ep = plan.owners(ffn.experts)[expert]
     copies = {owner.edp for owner in owners}
     divided = local != "moe.experts.down" and len(element) > 1
     for place in plan.mesh.places:
         here = place.pp == owners[0].pp and place.edp in copies and place.ep == ep
-        if here and (not divided or _holds(ffn.inter, layout.etp, place.etp, element[1])):
+        if here and (not divided or _holds(plan, Axis("expert_inter", ffn.inter), place.etp, element[1])):
             yield place

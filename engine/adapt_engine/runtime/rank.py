@@ -11,12 +11,9 @@ from ..comm.board import Board
 from ..comm.distributed import DistributedCommunicator, RankLost, join
 from ..errors import CheckpointError
 from ..families import read_config, spec_from_config
-from ..layout import Layout
-from ..mesh import Mesh
-from ..weights.shards import ShardPlan
 from .plan import StepPlan
 from .wire import Failed, Open, RankState, Ready, Stepped, dumps, loads
-from .worker import Worker
+from .worker import Worker, plan_of
 
 __all__ = ["BEAT", "PATIENCE", "serve"]
 
@@ -65,7 +62,7 @@ class _Rank:
         threads.use(order.threads)
         options = order.options
         spec = spec_from_config(read_config(order.directory))
-        plan = ShardPlan(spec, Mesh(Layout.parse(options.layout)), options.placement)
+        plan = plan_of(spec, options)
         self._comm: DistributedCommunicator = join(plan.mesh, rank, order.port, PATIENCE * options.timeout, board)
         try:
             self._worker = Worker.open(order.directory, plan, options, self._comm)

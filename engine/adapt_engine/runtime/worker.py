@@ -10,11 +10,13 @@ import torch
 
 from .. import threads
 from ..comm import Communicator
+from ..config import ModelSpec
 from ..errors import EngineError
 from ..kernels import KernelRegistry, native, reference, sdpa
 from ..kernels.packed import Parameter, pack_parameters, storages_of
 from ..kv.cache import PagedCache
 from ..layout import Layout
+from ..mesh import Mesh
 from ..model.parallel import Parallel
 from ..model.step import Rows, Span, Step
 from ..model.transformer import Transformer
@@ -27,7 +29,7 @@ from .plan import Answer, Batch, BatchPlan, RankAnswer, StepPlan, owners_of, pac
 from .requests import DTYPES, QUANTISED, EngineOptions
 from .taps import TapRecorder
 
-__all__ = ["Worker", "kernels_of"]
+__all__ = ["Worker", "kernels_of", "plan_of"]
 
 
 def kernels_of(options: EngineOptions) -> KernelRegistry:
@@ -36,16 +38,17 @@ def kernels_of(options: EngineOptions) -> KernelRegistry:
         why = "the option native is off" if not options.native else "they are not built: install with a C++ compiler"
         raise EngineError(f"precision {options.precision} needs the native kernels, and {why}; or use bf16")
     offers = reference.offers() + (sdpa.offers() + native.offers() if options.native else [])
-    layout = Layout.parse(options.layout)
-    if options.mode == "strict":
-        cut = [axis for axis in ("tp", "sp", "etp") if getattr(layout, axis) > 1]
-        if cut:
-            raise EngineError(
-                f"mode strict: layout {layout} adds up over {' and '.join(cut)}, and those sums are in no canonical "
-                "order yet; use layouts of pp, ep and dp, or mode fast"
-            )
-    unused = frozenset() if layout.sp > 1 else frozenset({"attention_partial", "attention_merge"})
+    # Mode strict gathers the keys of other ranks instead of merging what each of them makes of its own.
+    merges = Layout.parse(options.layout).sp > 1 and options.mode != "strict"
+    unused = frozenset() if merges else frozenset({"attention_partial", "attention_merge"})
     return KernelRegistry(offers, DTYPES[options.precision], options.mode, unused)
+
+
+def plan_of(spec: ModelSpec, options: EngineOptions) -> ShardPlan:
+    """Who holds what of a model. Raises EngineError for layouts and placements that it cannot take, which in mode
+    strict are more."""
+    mesh = Mesh(Layout.parse(options.layout))
+    return ShardPlan(spec, mesh, options.placement, whole_segments=options.mode == "strict")
 
 
 class Worker:
@@ -87,15 +90,23 @@ class Worker:
     def open(cls, directory: str | Path, plan: ShardPlan, options: EngineOptions, comm: Communicator) -> Worker:
         """Load this rank's part of a checkpoint. Raises CheckpointError or EngineError as `Engine.open` does."""
         kernels = kernels_of(options)
-        loader = Loader(WeightIndex.read(directory), plan.spec, kernels.dtype, pieces=plan.pieces(comm.rank))
+        quantise, strict = options.precision in QUANTISED, options.mode == "strict"
+        loader = Loader(
+            WeightIndex.read(directory),
+            plan.spec,
+            kernels.dtype,
+            pieces=plan.pieces(comm.rank),
+            whole_rows=quantise and strict,
+        )
         report = loader.load()
         parameters: Mapping[str, Parameter] = loader.parameters
         module = native.load() if options.native else None
         if module is not None:
             threads.follow()
-            expected = (piece.parameter for piece in plan.pieces(comm.rank))
+            expected = [piece.parameter for piece in plan.pieces(comm.rank)]
+            trees = {one.buffer: tree for one in expected if (tree := plan.tree(one)) is not None}
             parameters = pack_parameters(
-                module, loader.parameters, expected, plan.spec.tied, options.precision in QUANTISED
+                module, loader.parameters, expected, plan.spec.tied, quantise, trees, loader.largest_of_rows
             )
         return cls(plan, options, comm, loader, report, kernels, parameters)
 
@@ -141,11 +152,14 @@ class Worker:
         found = []
         for start, sequence in zip(packed.starts, sequences, strict=True):
             positions, slots = torch.arange(sequence.last), sequence.slots
+            held: tuple[torch.Tensor, ...] = ()
             if sp > 1:
-                positions = positions[owners_of(positions, self.options.page_size, sp) == place]
+                owners = owners_of(positions, self.options.page_size, sp)
+                held = tuple((owners == rank).nonzero().flatten() for rank in range(sp))
+                positions = held[place]
                 slots = self._local(slots[positions], positions)
             stop = start + sequence.last - sequence.first
-            found.append(Span(start, stop, slots, positions, sequence.last))
+            found.append(Span(start, stop, slots, positions, sequence.last, held))
         return found
 
     def _local(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,7 @@ class Loader:
         dtype: torch.dtype,
         workers: int = 4,
         pieces: Iterable[Piece] | None = None,
+        whole_rows: bool = False,
     ) -> None:
         self.index = index
         self.spec = spec
@@ -86,6 +87,10 @@ class Loader:
             pieces = (
                 Piece(one, ShardSlice.whole(one.shape), one.expert, one.experts) for one in expected_parameters(spec)
             )
+        self.whole_rows = whole_rows
+        self.largest_of_rows: dict[str, torch.Tensor] = {}
+        """Buffer -> float32, largest magnitude of each whole row of a matrix of which this rank has a part of the
+        columns; filled where ``whole_rows`` asks for it."""
         self._pieces = {piece.parameter.name: piece for piece in pieces}
         self._maps: dict[Path, mmap.mmap] = {}
         self._read: set[str] = set()
@@ -161,6 +166,11 @@ class Loader:
         if largest > torch.finfo(target.dtype).max:
             raise self._refuse(wanted, f"holds {largest:g}, beyond the range of {target.dtype}; use bf16 or fp32")
         target.copy_(own)
+        if wanted.buffer in self.largest_of_rows:
+            low_of, high_of = torch.aminmax(tensor, dim=-1)
+            rows = self.largest_of_rows[wanted.buffer]
+            # Rounding is monotonic: that of the largest is the largest of what is rounded.
+            (rows if piece.slot < 0 else rows[piece.slot]).copy_(torch.maximum(-low_of, high_of).to(target.dtype))
         with self._lock:
             if parameter in self.placed:
                 raise self._refuse(wanted, "was written twice")
@@ -175,7 +185,11 @@ class Loader:
 
     def _bytes_read(self) -> Iterator[int]:
         """Stored bytes of every tensor's part that was read."""
-        parts = {piece.parameter.source: piece.part for piece in self._pieces.values()}
+        parts = {
+            piece.parameter.source: piece.part
+            for piece in self._pieces.values()
+            if piece.parameter.buffer not in self.largest_of_rows
+        }
         for name in self._read:
             entry = self.index.entries[name]
             if name in parts:
@@ -203,6 +217,9 @@ class Loader:
                 shape = piece.part.shape if piece.slot < 0 else (piece.stack, *piece.part.shape)
                 dtype = torch.float32 if parameter.fp32 else self.dtype
                 self.parameters[parameter.buffer] = torch.empty(shape, dtype=dtype)
+                cut = len(parameter.shape) == 2 and piece.part.shape[1] < parameter.shape[1]
+                if self.whole_rows and cut:
+                    self.largest_of_rows[parameter.buffer] = torch.empty(shape[:-1])
 
     def _check_names(self, warnings: list[str]) -> None:
         """Refuse before allocating anything: missing, surplus, or wrongly shaped tensors."""

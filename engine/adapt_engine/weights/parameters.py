@@ -14,7 +14,21 @@ from dataclasses import dataclass, replace
 
 from ..config import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec
 
-__all__ = ["Axis", "ParameterSpec", "ShardSlice", "expected_parameters", "ignored_source"]
+__all__ = [
+    "SEGMENT",
+    "Axis",
+    "ParameterSpec",
+    "ShardSlice",
+    "expected_parameters",
+    "ignored_source",
+    "segment_along",
+    "segment_of",
+]
+
+SEGMENT = 512
+"""Depth elements of a segment along an axis that no layout cuts."""
+_PARTS = 8
+_UNIT = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,23 @@ class ParameterSpec:
     """Experts of the layer."""
     fp32: bool = False
     """Kept in float32 whatever the precision: router matrix and selection bias decide discrete choices."""
+
+
+def segment_along(cut: Axis, length: int) -> int:
+    """Elements of a canonical segment of an axis of ``length`` elements that ranks may divide and products add up.
+
+    A head is a segment of what an output projection adds up; the axis of a feed-forward layer has about eight.
+    """
+    if cut.units < length:
+        return length // cut.units
+    return max(_UNIT, -(-length // (_PARTS * _UNIT)) * _UNIT)
+
+
+def segment_of(parameter: ParameterSpec) -> int:
+    """Elements of a canonical segment of the depth axis, of the unsharded tensor."""
+    if parameter.cut is None or parameter.dimension != len(parameter.shape) - 1:
+        return SEGMENT
+    return segment_along(parameter.cut, parameter.shape[-1])
 
 
 def _plain(

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..comm.tree import Tree
 from ..config import DenseSpec, LayerSpec, ModelSpec, MoESpec
 from ..errors import EngineError
 from ..layout import check, span
 from ..mesh import Mesh, Place
-from .parameters import ParameterSpec, ShardSlice, expected_parameters
+from .parameters import Axis, ParameterSpec, ShardSlice, expected_parameters, segment_along, segment_of
 
 __all__ = ["CUTS", "Piece", "ShardPlan", "check_cover", "unshard"]
 
@@ -28,6 +29,8 @@ CUTS: Mapping[str, str] = {
     "expert_inter": "etp",
 }
 """Logical axis of a parameter -> mesh axis that divides it."""
+SUMMED = frozenset({"inter", "expert_inter"})
+"""Axes that products add up and whose segments are several units; of heads each is a segment of its own."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,14 @@ class ShardPlan:
     """The parts of a model on the ranks of a mesh. Raises EngineError for a layout or placement that it cannot take.
 
     ``placement[expert]`` is the ep rank that holds an expert, in every routed layer; () divides them in runs, the
-    first ranks one more.
+    first ranks one more. ``whole_segments``: no border cuts a segment of what products add up (mode strict).
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, placement: Sequence[int] = ()) -> None:
-        check(spec, mesh.layout)
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, placement: Sequence[int] = (), *, whole_segments: bool = False
+    ) -> None:
+        check(spec, mesh.layout, whole_segments=whole_segments)
+        self.whole_segments = whole_segments
         self.spec = spec
         self.mesh = mesh
         self.placement = tuple(placement)
@@ -116,6 +122,26 @@ class ShardPlan:
                 found.setdefault(piece.part, []).append(rank)
         return found
 
+    def range_of(self, cut: Axis, length: int, index: int) -> tuple[int, int]:
+        """Elements [start, stop) of an axis of ``length`` on ranks at place ``index`` of the mesh axis that cuts it."""
+        unit = length // cut.units
+        if self.whole_segments and cut.name in SUMMED:
+            unit = segment_along(cut, length)
+        start, stop = self._units(-(-length // unit), getattr(self.mesh.layout, CUTS[cut.name]), index)
+        return start * unit, min(stop * unit, length)
+
+    def tree(self, parameter: ParameterSpec) -> Tree | None:
+        """How ranks add up the products with their parts of a matrix whose depth they divide; None where they do not,
+        or where segments may be cut and the sum has no canonical order."""
+        cut, depth = parameter.cut, parameter.shape[-1]
+        if cut is None or parameter.dimension != len(parameter.shape) - 1 or not self.whole_segments:
+            return None
+        size = getattr(self.mesh.layout, CUTS[cut.name])
+        if size == 1:
+            return None
+        stops = (self.range_of(cut, depth, index)[1] for index in range(size))
+        return Tree(segment_of(parameter), (0, *stops))
+
     def local_spec(self, rank: int) -> ModelSpec:
         """The model as the code of one rank sees it: layers of its stage, its heads and feed-forward rows.
 
@@ -131,20 +157,24 @@ class ShardPlan:
         A kind is a stage's layers and, for the tp, ep and etp place, how much of each uneven division it has.
         """
         size, parameters = self.mesh.layout, expected_parameters(self.spec)
-        cuts, counts = set[tuple[str, int]](), set[int]()
+        cuts, counts = set[tuple[str, str, int, int]](), set[int]()
         for one in parameters:
             if one.cut is not None:
-                cuts.add((CUTS[one.cut.name], one.cut.units))
+                cuts.add((CUTS[one.cut.name], one.cut.name, one.cut.units, one.shape[one.dimension]))
             if one.expert >= 0:
                 counts.add(one.experts)
 
-        def shares(axis: str, parts: int, index: int) -> tuple[int, ...]:
-            ranges = (self._units(units, parts, index) for name, units in sorted(cuts) if name == axis)
+        def shares(axis: str, index: int) -> tuple[int, ...]:
+            ranges = (
+                self.range_of(Axis(name, units), length, index)
+                for by, name, units, length in sorted(cuts)
+                if by == axis
+            )
             return tuple(stop - start for start, stop in ranges)
 
         held = [Counter(self.owners(count)) for count in sorted(counts)]
-        tp = [shares("tp", size.tp, index) for index in range(size.tp)]
-        etp = [shares("etp", size.etp, index) for index in range(size.etp)]
+        tp = [shares("tp", index) for index in range(size.tp)]
+        etp = [shares("etp", index) for index in range(size.etp)]
         ep = [tuple(one[index] for one in held) for index in range(size.ep)]
         stages = [
             (pp == 0, pp == size.pp - 1, tuple(self.spec.layers[index] for index in self.layers(pp)))
@@ -181,10 +211,9 @@ class ShardPlan:
         if parameter.cut is None:
             return whole
         axis = CUTS[parameter.cut.name]
-        start, stop = self._units(parameter.cut.units, getattr(self.mesh.layout, axis), getattr(place, axis))
-        width = parameter.shape[parameter.dimension] // parameter.cut.units
         ranges = list(whole.ranges)
-        ranges[parameter.dimension] = (start * width, stop * width)
+        length = parameter.shape[parameter.dimension]
+        ranges[parameter.dimension] = self.range_of(parameter.cut, length, getattr(place, axis))
         return ShardSlice(tuple(ranges))
 
     @staticmethod
