@@ -47,7 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/verdict",
         "tests/perf/test_growth.py",
         "tests/faults/test_causes.py",
-        "tests/models/test_walks.py",
+        *(f"tests/models/test_{name}.py" for name in ("walks", "needle")),
         *(f"tests/plugin/test_{name}.py" for name in ("verdicts", "cheats", "samples", "diagnosis", "reruns")),
         *(f"tests/plugin/test_{name}.py" for name in ("selftest", "status", "reports")),
         "tests/audit",

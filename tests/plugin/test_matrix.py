@@ -25,20 +25,21 @@ Write = Callable[..., object]
 def test_a_models_contexts_are_its_own(model: str, longest: int, floor: int) -> None:
     """All cells of a model share one deployment, with room for the longest of them; other models do not count."""
     contexts = {"a": (64, 1000), "b": (64, 1000, 4096), "c": (64,)}
-    rows = [(name, "single", "fp32", context) for name, every in contexts.items() for context in every]
+    rows = [(f"model-{name}", "single", "fp32", context) for name, every in contexts.items() for context in every]
     matrix = Matrix(None, {}, {}, tuple(rows))  # type: ignore[arg-type]
-    name = "".join([model])  # another object of the same text
+    name = f"model-{model}"  # another object of the same text
     assert matrix.max_context(name) == max(longest, LEAST_CONTEXT) + RESERVE
     assert matrix.floor(name, longest) == floor
 
 
 def test_a_test_of_the_first_model_gets_all_its_rows() -> None:
     """And those of no other, whichever object holds a name."""
-    rows = [("".join([name]), "single", precision, 64) for name in ("b", "a") for precision in ("fp32", "bf16")]
-    named = {name: SimpleNamespace(shape_class="odd") for name in ("a", "b")}
+    rows = [(f"model-{name}", "single", precision, 64) for name in ("b", "a") for precision in ("fp32", "bf16")]
+    assert rows[0][0] is not rows[1][0]
+    named = {f"model-{name}": SimpleNamespace(shape_class="odd") for name in ("a", "b")}
     matrix = Matrix(None, named, {}, tuple(rows))  # type: ignore[arg-type]
     values, ids = matrix.project(("model", "precision"), Mark(first=True))
-    assert values == [("b", "fp32"), ("b", "bf16")] and ids == ["b-fp32", "b-bf16"]
+    assert values == [("model-b", "fp32"), ("model-b", "bf16")] and ids == ["model-b-fp32", "model-b-bf16"]
 
 
 def test_a_users_test_gets_only_the_axes_it_asks_for(folder: Folder, write: Write) -> None:
