@@ -113,7 +113,7 @@ def run_trial(trial: Trial, bench: Bench, controls: Kept, columns: Iterable[str]
 
 def _suites(suites: tuple[str, ...], column: str) -> tuple[str, ...]:
     """Bits are compared once: a weaker observable shows fewer of them."""
-    kept = tuple(suite for suite in suites if not suite.startswith("determinism") or column == "taps")
+    kept = tuple(suite for suite in suites if suite != _REPEAT or column == "taps")
     return kept or suites
 
 

@@ -277,21 +277,32 @@ class Judge:
         if not (one.keys() | two.keys()) - {"finish"}:
             self._broken(what, Problem("shown", "the two answers show nothing"))
             return
+        # Sites in the order in which they are computed, then what comes of them. Of sites that differ the one whose
+        # first row is the earliest: another token, written for it, is another embedding in a later row.
+        sites: list[tuple[int, str, str]] = []
         for name in sorted(sorted(one.keys() | two.keys()), key=dataflow_key):
-            self.observables.add(observable_of(name))
+            kind = observable_of(name)
+            if sites and kind != "taps":
+                break
+            self.observables.add(kind)
             if name not in one or name not in two:
                 reason = f"{name} is shown by only one of the two answers"
-                self._add("identical", 1.0, 0.0, False, observable_of(name), what, detail=reason)
+                self._add("identical", 1.0, 0.0, False, kind, what, detail=reason)
                 return
             problem = first_difference(one[name], two[name], first.first_row, second.first_row)
-            if problem is not None:
-                position, reason = problem
-                self._add("identical", 1.0, 0.0, False, observable_of(name), what, position, 1, f"{name}: {reason}")
-                if observable_of(name) == "taps" and position is not None:
-                    row = position - first.first_row
-                    found = site_difference(what, name, one[name], two[name], position, row)
-                    self._found(with_ranks(found, first))
+            if problem is None:
+                continue
+            position, reason = problem
+            if kind != "taps" or position is None:
+                self._add("identical", 1.0, 0.0, False, kind, what, position, 1, f"{name}: {reason}")
                 return
+            sites.append((position, name, reason))
+        if sites:
+            position, name, reason = min(sites, key=lambda site: site[0])
+            self._add("identical", 1.0, 0.0, False, "taps", what, position, 1, f"{name}: {reason}")
+            found = site_difference(what, name, one[name], two[name], position, position - first.first_row)
+            self._found(with_ranks(found, first))
+            return
         compared = sum(size_of(value) for value in one.values())
         self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
 

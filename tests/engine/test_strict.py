@@ -123,9 +123,16 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(torch.equal(found[one], expected[one]) for one in expected)
 
 
+# A wrong order shows in float32; the formats take turns beside it, for they are packed and scaled in ways of their own.
+TURNS = [
+    (layout, precision)
+    for number, layout in enumerate(LAYOUTS)
+    for precision in (("fp32", "bf16", "int8") if WHOLE_GRID else ("fp32", ("bf16", "int8")[number % 2]))
+]
+
+
 @pytest.mark.requirement(46)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("layout", "precision"), TURNS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_changes_no_bit(
     kind: str, precision: str, layout: str, checkpoints: Checkpoints, one_rank: Any
@@ -139,10 +146,9 @@ def test_a_layout_changes_no_bit(
 
 
 @pytest.mark.requirement(46)
-@pytest.mark.parametrize("layout", ["tp3", "tp4.sp2", "ep2.etp3", "tp2.pp2.ep3.sp2"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize(("layout", "precision"), [("tp3", "fp16"), ("tp2.pp2.ep3.sp2", "int8")])
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_batch_and_chunk_and_precision_on_a_layout_changes_no_bit(
+def test_every_batch_and_chunk_on_a_layout_changes_no_bit(
     kind: str, precision: str, layout: str, checkpoints: Checkpoints, one_rank: Any
 ) -> None:
     family = family_for(kind, layout, checkpoints)
@@ -155,13 +161,15 @@ def test_every_batch_and_chunk_and_precision_on_a_layout_changes_no_bit(
 
 @pytest.mark.requirement(44, 46)
 @pytest.mark.parametrize("layout", ["tp2", "tp3", "sp2", "tp2.pp2", "tp2.sp2", "tp2.ep2.etp2"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_processes_change_no_bit(kind: str, layout: str, checkpoints: Checkpoints, one_rank: Any, nursery: Any) -> None:
+@pytest.mark.parametrize(("kind", "precision"), [("gqa", "bf16"), ("mla", "int8")])
+def test_processes_change_no_bit(
+    kind: str, precision: str, layout: str, checkpoints: Checkpoints, one_rank: Any, nursery: Any
+) -> None:
     family, world = family_for(kind, layout, checkpoints), Layout.parse(layout).world
-    for precision, of_each in (("bf16", 1), ("int8", 2)):
-        settings = options_of(precision, layout=layout, communicator="gloo", threads=of_each * world, prefill_chunk=7)
-        with Engine.open(checkpoints(family), settings, nursery=nursery) as engine:
-            assert same(served(engine, 3), one_rank(family, precision)), (family, precision)
+    of_each = {"bf16": 1, "int8": 2}[precision]
+    settings = options_of(precision, layout=layout, communicator="gloo", threads=of_each * world, prefill_chunk=7)
+    with Engine.open(checkpoints(family), settings, nursery=nursery) as engine:
+        assert same(served(engine, 3), one_rank(family, precision))
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.requirement(99)
-@pytest.mark.parametrize("name", SITES)
-def test_a_fault_is_seen_and_placed(bench: Bench, name: str) -> None:
+@pytest.mark.parametrize(("name", "precision"), [(name, one) for name in SITES for one in get(name).precisions])
+def test_a_fault_is_seen_and_placed(bench: Bench, name: str, precision: str) -> None:
     fault = get(name)
-    found = bench.run(Setting(fault.models[0], fault.layout, "fp32", suites=SUITE, fault=name))
+    found = bench.run(Setting(fault.models[0], fault.layout, precision, suites=SUITE, fault=name))
     red = [case for case in found.red if fault.where in case.case]
     assert red, [case.case for case in found.cases]
     for case in red:
