@@ -22,8 +22,8 @@ _NAMES = {
 _HEAD = """# Kill matrix
 
 What the suites see of each fault of the registry (`docs/faults.md`), measured. Each fault is put into the built-in
-engine (fast mode; DT in mode strict, which their suite asks for), and the suites are run on a reduced case set with the target masked to one observable at a time.
-The same cases are run without the fault, where all of them must be green.
+engine (fast mode; DT in mode strict, which their suite asks for), and the suites are run on a reduced case set with the
+target masked to one observable at a time. The same cases are run without the fault, where all of them must be green.
 
     pytest --adapt-target=builtin --adapt-selftest -n 2      # everything; what is done is kept, and not done again
     pytest --adapt-target=builtin --adapt-selftest='RT*'     # some faults
