@@ -73,7 +73,9 @@ class Engine:
         self.name = name
         words = [str(python), str(HERE / "bench_engine.py"), name, str(model)]
         words += ["--threads", str(threads), "--context", str(context), "--slots", str(slots)]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+        # Each may wait as it likes: while one is measured, the others stand still.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment["OMP_NUM_THREADS"] = str(threads)
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -128,10 +130,10 @@ def bench_model(root: Path) -> Path:
 
 def limits(threads: int) -> dict[str, float]:
     """GB/s and, by format, GFLOP/s of this machine."""
-    import torch
     from adapt_engine.profile import measured_limits
+    from adapt_engine.threads import use
 
-    torch.set_num_threads(threads)
+    use(threads)
     return measured_limits()
 
 

@@ -18,9 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Idle threads that spin would be measured in the other engines.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 Prompts = list[list[int]]
 Phases = tuple[float, float, list[list[int]]]
 Run = Callable[[Prompts, int], Phases]
