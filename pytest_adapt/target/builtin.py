@@ -86,7 +86,8 @@ class BuiltinTarget:
         threads = deployment.feature("threads") or fair_threads()
         mode = "strict" if deployment.feature("deterministic") else self._settings.mode
         native = bool(deployment.feature("native", 1))
-        if deployment.feature("deterministic") and not (native and kernels_of_build.load()):
+        ordered = native and kernels_of_build.load() is not None
+        if deployment.feature("deterministic") and not ordered:
             raise UnsupportedDeployment(
                 "feature deterministic: only the native kernels of the built-in engine keep one order of accumulation, "
                 f"and they are {'not built: install with a C++ compiler' if native else 'off'}"
@@ -134,7 +135,12 @@ class BuiltinTarget:
             name="adapt-engine",
             version=__version__,
             observables=frozenset({"taps", "logits", "score", "topk", "text"}),
-            features={name: offered for name, offered in _FEATURES.items() if name not in self._cannot(kernels)},
+            features={
+                name: offered
+                for name, offered in _FEATURES.items()
+                if (ordered or name != "deterministic")
+                and not (name == "processes" and self.seams.installed)  # faults are put into this process
+            },
             max_context=deployment.max_context,
             vocab_size=self.engine.spec.vocab,
             sites=tuple(dict.fromkeys(re.sub(r"^layer\.\d+\.", "layer.*.", site) for site in self.engine.spec.sites())),
@@ -159,13 +165,6 @@ class BuiltinTarget:
                 "warnings": list(report.warnings),
             },
         )
-
-    def _cannot(self, kernels: Mapping[str, str]) -> set[str]:
-        """Features that this build, or this moment, does not have."""
-        reference = not any(name.startswith("native") for name in kernels.values())
-        # Only native kernels keep one order of accumulation; and faults are put into this process.
-        given = {"deterministic": reference, "processes": self.seams.installed}
-        return {name for name, cannot in given.items() if cannot}
 
     def run(self, requests: Iterable[Request]) -> Iterator[Response]:
         if self.engine is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,55 @@ from pytest_adapt.sites import layer_of, order_key
 from pytest_adapt.target.protocol import Response
 from pytest_adapt.verdict.result import Divergence
 
-__all__ = ["contents", "dataflow_key", "first_difference", "observable_of", "site_difference", "size_of"]
+__all__ = ["Bits", "compare_bits", "contents"]
 
 _TAPS = "taps."
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Two responses, bit by bit."""
+
+    observables: frozenset[str]
+    """What was compared; empty where both show nothing."""
+    kind: str = ""
+    """Observable that differs; "" where none does."""
+    position: int | None = None
+    compared: int = 0
+    detail: str = ""
+    divergence: Divergence | None = None
+    """Where a site differs."""
+
+
+def compare_bits(what: str, first: Response, second: Response) -> Bits:
+    """Everything that two responses show, and the first place where it differs: of sites the one whose row is the
+    earliest, in the order in which they are computed (another token, written for it, is another embedding in a later
+    row); then what comes of them."""
+    one, two = contents(first), contents(second)
+    if not (one.keys() | two.keys()) - {"finish"}:
+        return Bits(frozenset())
+    seen: set[str] = set()
+    sites: list[tuple[int, str, str]] = []
+    for name in sorted(sorted(one.keys() | two.keys()), key=dataflow_key):
+        kind = observable_of(name)
+        if sites and kind != "taps":
+            break
+        seen.add(kind)
+        if name not in one or name not in two:
+            return Bits(frozenset(seen), kind, detail=f"{name} is shown by only one of the two answers")
+        problem = first_difference(one[name], two[name], first.first_row, second.first_row)
+        if problem is None:
+            continue
+        position, reason = problem
+        if kind != "taps" or position is None:
+            return Bits(frozenset(seen), kind, position, 1, f"{name}: {reason}")
+        sites.append((position, name, reason))
+    if sites:
+        position, name, reason = min(sites, key=lambda site: site[0])
+        where = site_difference(what, name, one[name], two[name], position, position - first.first_row)
+        return Bits(frozenset(seen), "taps", position, 1, f"{name}: {reason}", where)
+    compared = sum(size_of(value) for value in one.values())
+    return Bits(frozenset(seen), compared=compared, detail=", ".join(sorted(one)))
 
 
 def contents(response: Response) -> dict[str, Any]:

@@ -24,14 +24,7 @@ from pytest_adapt.verdict import service
 from pytest_adapt.verdict.budget import Comparison, Rows, ulp
 from pytest_adapt.verdict.discrete import near_tie, row_error
 from pytest_adapt.verdict.gates import Evidence
-from pytest_adapt.verdict.identity import (
-    contents,
-    dataflow_key,
-    first_difference,
-    observable_of,
-    site_difference,
-    size_of,
-)
+from pytest_adapt.verdict.identity import compare_bits
 from pytest_adapt.verdict.localise import compare_sites, known_site, with_ranks
 from pytest_adapt.verdict.matches import Matches, judge_matches, margin_below
 from pytest_adapt.verdict.pooling import (
@@ -273,38 +266,14 @@ class Judge:
         """Bit equality of everything that both show: arrays, tokens, text, stop reason."""
         if self._refused(what, first) or self._refused(what, second):
             return
-        one, two = contents(first), contents(second)
-        if not (one.keys() | two.keys()) - {"finish"}:
+        found = compare_bits(what, first, second)
+        self.observables |= found.observables
+        if not found.observables:
             self._broken(what, Problem("shown", "the two answers show nothing"))
             return
-        # Sites in the order in which they are computed, then what comes of them. Of sites that differ the one whose
-        # first row is the earliest: another token, written for it, is another embedding in a later row.
-        sites: list[tuple[int, str, str]] = []
-        for name in sorted(sorted(one.keys() | two.keys()), key=dataflow_key):
-            kind = observable_of(name)
-            if sites and kind != "taps":
-                break
-            self.observables.add(kind)
-            if name not in one or name not in two:
-                reason = f"{name} is shown by only one of the two answers"
-                self._add("identical", 1.0, 0.0, False, kind, what, detail=reason)
-                return
-            problem = first_difference(one[name], two[name], first.first_row, second.first_row)
-            if problem is None:
-                continue
-            position, reason = problem
-            if kind != "taps" or position is None:
-                self._add("identical", 1.0, 0.0, False, kind, what, position, 1, f"{name}: {reason}")
-                return
-            sites.append((position, name, reason))
-        if sites:
-            position, name, reason = min(sites, key=lambda site: site[0])
-            self._add("identical", 1.0, 0.0, False, "taps", what, position, 1, f"{name}: {reason}")
-            found = site_difference(what, name, one[name], two[name], position, position - first.first_row)
-            self._found(with_ranks(found, first))
-            return
-        compared = sum(size_of(value) for value in one.values())
-        self._add("identical", 0.0, 0.0, True, prompt=what, compared=compared, detail=", ".join(sorted(one)))
+        self._found(with_ranks(found.divergence, first))
+        ok, kind = not found.kind, found.kind
+        self._add("identical", float(not ok), 0.0, ok, kind, what, found.position, found.compared, found.detail)
 
     def walked(self, response: Response, walk: Walk, others: Sequence[Walk], count: int, may_end: bool = False) -> None:
         """An answer of at most ``count`` tokens must be the request's own walk as far as it goes, and to its end unless

@@ -16,12 +16,10 @@ from adapt_engine.comm import Tree
 from adapt_engine.families import read_config, spec_from_config
 from adapt_engine.layout import Layout, check
 from adapt_engine.runtime.nursery import Nursery
-from adapt_engine.runtime.plan import StepPlan
-from adapt_engine.runtime.traffic import predict_traffic
 
 from .conftest import FAMILIES, VOCAB
 from .test_kernels import needs_native
-from .test_layouts import LAYOUTS, answers, routing_of
+from .test_layouts import LAYOUTS, traffic_of
 
 pytestmark = needs_native
 Checkpoints = Callable[[str], Path]
@@ -234,26 +232,8 @@ def test_what_has_fewer_segments_than_ranks_is_refused(
 def test_calls_and_bytes_equal_the_prediction(kind: str, layout: str, precision: str, checkpoints: Checkpoints) -> None:
     settings = options_of(precision, layout=layout, page_size=16, max_context=128, taps=("layer.*.moe.router.ids",))
     with Engine.open(checkpoints(family_for(kind, layout, checkpoints)), settings) as engine:
-        plans: list[StepPlan] = []
-        step = engine.executor.step
-
-        def recorded(plan: StepPlan) -> Any:
-            plans.append(plan)
-            return step(plan)
-
-        engine.executor.step = recorded  # type: ignore[method-assign]
-        found = answers(engine)
-        expected: list[dict[tuple[str, str], tuple[int, int]]] = [{} for _ in engine.traffic()]
-        for plan, routing in zip(plans, routing_of(engine, plans, found), strict=True):
-            predicted = predict_traffic(
-                engine.spec, engine.layout, plan, routing, element=2, strict=True, quantised=precision == "int8"
-            )
-            for sums, rank in zip(expected, predicted, strict=True):
-                for key, traffic in rank.items():
-                    calls, sent = sums.get(key, (0, 0))
-                    sums[key] = calls + traffic.calls, sent + traffic.sent
-        measured = engine.traffic()
-    assert [{key: (one.calls, one.sent) for key, one in rank.items()} for rank in measured] == expected
+        measured, expected = traffic_of(engine, 2, strict=True, quantised=precision == "int8")
+    assert measured == expected
 
 
 @pytest.mark.requirement(46)
